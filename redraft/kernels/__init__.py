@@ -1,0 +1,1 @@
+"""The operations of a pass, one per file: formula, torch reference (the specification), fast versions, dispatch."""
