@@ -1,0 +1,62 @@
+"""Redraft: DiffusionGemma fast on one GPU, with experts that run in 4 bits.
+
+>>> import redraft
+>>> engine = redraft.load("demo")
+>>> engine.generate("What is the capital of France?").text  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
+from redraft.errors import CheckpointError, RedraftError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from redraft.engine import Engine
+    from redraft.quant.report import QuantReport
+
+__version__ = "0.1.0"
+__all__ = ["CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "load", "quantize"]
+
+
+def load(
+    model: str | Path,
+    *,
+    weights: WeightFormat | None = None,
+    tier: Tier = "turbo",
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    spec: QuantSpec | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Load a checkpoint and return an engine.
+
+    model: a directory, a hub id, or "demo" for the bundled one. weights: "w4" (default; BF16 experts are quantised
+    layer by layer while loading, in groups of `spec`) or "bf16". device: "cuda" or "cpu", by default the GPU when
+    there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU.
+    progress(done, total) is called per layer. Raises CheckpointError or UsageError.
+    """
+    from redraft.checkpoint import find_checkpoint, load_checkpoint, load_tokenizer
+    from redraft.config import TIERS, WEIGHT_FORMATS, check_choice
+    from redraft.device import default_dtype, pick_device
+    from redraft.engine import Engine
+
+    weights = weights or "w4"
+    check_choice("weights", weights, WEIGHT_FORMATS)
+    check_choice("tier", tier, TIERS)
+    target = pick_device(device)
+    path = find_checkpoint(model)
+    checkpoint = load_checkpoint(
+        path,
+        weights=weights,
+        dtype=dtype or default_dtype(target),
+        device=target,
+        spec=spec or QuantSpec(),
+        progress=progress,
+    )
+    return Engine(checkpoint, load_tokenizer(path), tier, weights)

@@ -1,0 +1,27 @@
+"""Which device and which dtype to run on."""
+
+from __future__ import annotations
+
+import torch
+
+from redraft.errors import UsageError
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device ("cpu", "cuda", "cuda:N"), or the GPU when there is one. UsageError when it is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device is {name!r}, expected cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device is {name!r}, expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {name} is not available: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """BF16 on a GPU; fp32 on a CPU, where BF16 is slow or emulated on most machines."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,0 +1,37 @@
+"""Shared fixtures: tiny checkpoints on disk, built once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny_hf():
+    """transformers' model, fp32."""
+    from tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tiny_hf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model saved by transformers in fp32, with a generation config."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_hf.save_pretrained(path)
+    return path

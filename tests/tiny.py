@@ -1,0 +1,62 @@
+"""Tiny random DiffusionGemma models of transformers' own class, for every test that needs a network."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+    Gemma4VisionConfig,
+)
+
+VOCAB, CANVAS, WINDOW = 96, 8, 10
+
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 256,
+}
+
+
+def tiny_config(canvas_length: int = CANVAS, **text: object) -> DiffusionGemmaConfig:
+    vision = Gemma4VisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        position_embedding_size=8,
+    )
+    return DiffusionGemmaConfig(
+        text_config=DiffusionGemmaTextConfig(**{**TEXT, **text}), vision_config=vision, canvas_length=canvas_length
+    )
+
+
+def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiffusion:
+    """An fp32 model whose every parameter and buffer matters: no norm weight or layer scalar is left at one."""
+    torch.manual_seed(seed)
+    model = DiffusionGemmaForBlockDiffusion._from_config(tiny_config(**overrides)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            else:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if "layer_scalar" in name:
+                buffer.fill_(0.8 + 0.3 * float(torch.rand(())))
+    return model
