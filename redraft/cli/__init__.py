@@ -1,0 +1,141 @@
+"""The command `redraft`: one module per subcommand, imported when it is asked for, and one place for errors.
+
+A subcommand is a module here with a function `command`; its docstring is the help text. Modules import torch and the
+engine inside functions, so that `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import redraft
+from redraft.errors import RedraftError
+
+COMMANDS = ("demo", "generate", "chat", "quantize", "inspect", "eval")
+
+# typer keeps the base class of its usage errors private (and moved it between releases); BadParameter is public.
+_TyperUsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class _Interrupted(RedraftError):
+    """Ctrl-C, reported like any other end: 128 + SIGINT."""
+
+    exit_code = 130
+
+
+class _LazyGroup(TyperGroup):
+    """The group `redraft`: knows its subcommands by name and imports a module only when it is used."""
+
+    commands: Any
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands = dict.fromkeys(COMMANDS)  # names alone, for help and for suggestions after a typing error
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name)(importlib.import_module(f"redraft.cli.{cmd_name}").command)
+        return typer.main.get_command(app)
+
+    def invoke(self, ctx: Any) -> Any:
+        # Here and not in main(), because typer would turn both into an exit of its own.
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted("interrupted") from None
+        except BrokenPipeError:
+            _drop_unwritable_output()
+            raise typer.Exit(1) from None
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"redraft {redraft.__version__}")
+        raise typer.Exit()
+
+
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors. Accepted anywhere.")] = False,
+) -> None:
+    """DiffusionGemma, a language model that rewrites a canvas of tokens, with 4-bit experts."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 1 failure, 2 usage, 130 interrupted."""
+    debug, args = _take_debug(sys.argv[1:] if argv is None else argv)
+    _tolerate_unencodable_output()
+    app = typer.Typer(cls=_LazyGroup, add_completion=False)
+    app.callback(invoke_without_command=True)(_root)
+    try:
+        code = typer.main.get_command(app)(args=args, prog_name="redraft", standalone_mode=False)
+        sys.stdout.flush()  # here, so that a full disk or a closed pipe behind stdout is reported and not lost
+        return code or 0
+    except Exception as e:
+        _drop_unwritable_output()
+        if isinstance(e, BrokenPipeError):
+            return 1
+        if debug:
+            traceback.print_exc()
+        message, code = _explain(e)
+        print(f"redraft: error: {message}", file=sys.stderr)
+        return code
+
+
+def _explain(e: Exception) -> tuple[str, int]:
+    """One line and the exit code for an exception."""
+    if isinstance(e, RedraftError):
+        return _one_line(str(e)), e.exit_code
+    if isinstance(e, _TyperUsageError):
+        path = e.ctx.command_path if e.ctx else "redraft"
+        return f"{_one_line(e.format_message()).rstrip('.')} (see '{path} --help')", 2
+    if isinstance(e, OSError) and e.errno:
+        where = f"{os.fsdecode(e.filename)}: " if isinstance(e.filename, str | bytes | os.PathLike) else ""
+        advice = {
+            errno.ENOSPC: "; free some space and run it again",
+            errno.EACCES: "; check the permissions or choose another place",
+        }.get(e.errno, "")
+        return f"{where}{os.strerror(e.errno)}{advice}", 1
+    return f"internal error: {_one_line(f'{type(e).__name__}: {e}')} (run again with --debug for the traceback)", 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _take_debug(argv: list[str]) -> tuple[bool, list[str]]:
+    """Whether `--debug` is there, before or after the subcommand, and the arguments without it."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    options = [arg for arg in argv[:end] if arg != "--debug"]
+    return len(options) < end, options + argv[end:]
+
+
+def _tolerate_unencodable_output() -> None:
+    """A model may write any character; a terminal of another encoding shows '?' rather than stopping the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_unwritable_output() -> None:
+    """Where stdout is a closed pipe or a full disk, let go of what it holds: Python would complain again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

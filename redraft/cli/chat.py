@@ -1,0 +1,121 @@
+"""`redraft chat`: a conversation, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from redraft.cli import options
+from redraft.config import check_seed
+from redraft.errors import RedraftError, UsageError
+
+if TYPE_CHECKING:
+    from redraft.engine import Engine
+
+HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+def command(
+    model: options.Model,
+    system: options.System = None,
+    seed: options.Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    entropy_bound: options.EntropyBound = None,
+    steps: options.Steps = None,
+    weights: options.Weights = None,
+    tier: options.TierOption = None,
+    device: options.Device = None,
+    json_output: options.Json = False,
+) -> int:
+    """Talk with a model; it remembers the turns before. Lines of a piped stdin are turns. /help lists commands."""
+    from redraft.cli.common import load_engine
+
+    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
+    engine = load_engine(model, weights, tier, device)
+    return Chat(engine, model, system, seed, settings, json_output).run()
+
+
+class Chat:
+    """The conversation and its commands. A turn that fails is taken back, and the chat goes on."""
+
+    def __init__(
+        self, engine: Engine, model: str, system: str | None, seed: int, settings: dict[str, Any], json_output: bool
+    ) -> None:
+        self.engine, self.model, self.seed, self.settings = engine, model, seed, settings
+        self.json_output = json_output
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.opening)
+        self.exit_code = 0
+
+    def run(self) -> int:
+        """Read turns until /exit or the end of input. On a pipe, the exit code is that of the last error."""
+        interactive = sys.stdin.isatty()
+        if interactive:
+            _enable_line_editing()
+            print(HELP, file=sys.stderr)
+        while (line := self._read(interactive)) is not None and line not in ("/exit", "/quit"):
+            try:
+                self._handle(line)
+            except RedraftError as e:
+                print(f"redraft: error: {e}", file=sys.stderr)
+                self.exit_code = e.exit_code
+        return 0 if interactive else self.exit_code
+
+    def _read(self, interactive: bool) -> str | None:
+        """The next line, or None at the end of input."""
+        while True:
+            try:
+                return input("> " if interactive else "").strip()
+            except EOFError:
+                if interactive:
+                    print(file=sys.stderr)
+                return None
+            except UnicodeDecodeError:
+                print("redraft: error: that line is not text in the terminal's encoding", file=sys.stderr)
+                self.exit_code = UsageError.exit_code
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+
+    def _handle(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/help":
+            print(HELP, file=sys.stderr)
+        elif name == "/reset":
+            self.messages = list(self.opening)
+        elif name == "/seed":
+            self.seed = check_seed(int(rest) if rest.strip().isdecimal() else rest)
+        elif name.startswith("/"):
+            raise UsageError(f"unknown command {name}; {HELP}")
+        elif line:
+            self._turn(line)
+
+    def _turn(self, text: str) -> None:
+        from redraft.cli.common import answer, describe, on_terminal, print_figures, print_json
+
+        turn = {"role": "user", "content": text}
+        try:
+            result = answer(self.engine, [*self.messages, turn], self.seed, self.settings, quiet=self.json_output)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            print("(stopped; this turn is forgotten)", file=sys.stderr)
+            return
+        except UsageError as e:
+            if self.messages == self.opening:
+                raise
+            raise UsageError(f"{e}; or /reset forgets the turns before") from None
+        self.messages += [turn, {"role": "assistant", "content": result.text}]
+        if self.json_output:
+            print_json({**result.to_dict(), **describe(self.engine, self.model)})
+        elif on_terminal():
+            print_figures(result, self.engine)
+
+
+def _enable_line_editing() -> None:
+    """Arrow keys and history at the prompt, where Python was built with readline."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

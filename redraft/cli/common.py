@@ -1,0 +1,111 @@
+"""What every command that runs a model shares: loading, answering on a terminal or into a pipe, figures, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from redraft.cli.live import DraftView, printable, show_live
+from redraft.cli.options import check_load_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from redraft.engine import Engine, Prompt, Result
+
+
+def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
+    """Load a model, saying on stderr what was left out. Raises RedraftError."""
+    check_load_options(weights, tier)
+    with quiet_libraries(), error_console().status(f"loading {model}"):
+        import redraft
+
+        given = {"weights": weights, "tier": tier, "device": device}
+        engine = redraft.load(model, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    for note in engine.notes:
+        print(f"redraft: note: {note}", file=sys.stderr)
+    return engine
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep the warnings of torch and transformers, which a user cannot act on, off the terminal."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def on_terminal() -> bool:
+    """Whether stdout is a terminal: then there are figures and, unless it is a dumb one, the live view."""
+    return sys.stdout.isatty()
+
+
+def output_console() -> Console:
+    """Stdout. Variables that force colours into pipes are not obeyed: a pipe gets plain text."""
+    return Console(force_terminal=on_terminal(), highlight=False)
+
+
+def error_console() -> Console:
+    """Stderr, for progress. It draws on a terminal only."""
+    return Console(stderr=True, force_terminal=sys.stderr.isatty())
+
+
+def answer(engine: Engine, prompt: Prompt, seed: int, settings: dict[str, Any], quiet: bool = False) -> Result:
+    """Answer and print the answer: drawn live on a terminal, plain into a pipe, not at all if `quiet`."""
+    console = output_console()
+    with quiet_libraries():
+        if quiet or not console.is_terminal or console.is_dumb_terminal:
+            result = engine.generate(prompt, seed=seed, **settings)
+        else:
+            view = DraftView(engine.decode, engine.settings.eos_token_ids)
+            result = show_live(engine.stream(prompt, seed=seed, **settings), view, console)
+    if not quiet:
+        print(printable(result.text) if console.is_terminal else result.text, flush=True)
+    return result
+
+
+def print_figures(result: Result, engine: Engine) -> None:
+    """The figures of an answer under it."""
+    output_console().print(figures(result, engine), style="dim", markup=False, soft_wrap=True)
+
+
+def figures(result: Result, engine: Engine) -> str:
+    """One line: what the answer cost."""
+    steps = ", ".join(map(str, result.steps_per_canvas))
+    parts = [
+        f"{len(result.token_ids)} tokens",
+        f"{result.forwards} forwards",
+        f"{result.tokens_per_forward:.1f} tokens/forward",
+        f"{result.tokens_per_second:.0f} tok/s",
+        f"steps per canvas {steps}",
+        f"seed {result.seed}",
+        f"{engine.weights} weights {decimal(engine.weight_bytes)}",
+    ]
+    if result.finish_reason == "length":
+        parts.append("cut at the token limit")
+    return " · ".join(parts)
+
+
+def describe(engine: Engine, model: str) -> dict[str, Any]:
+    """What answered, for JSON output."""
+    return {
+        "model": model,
+        "weights": engine.weights,
+        "tier": engine.tier,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "weight_bytes": engine.weight_bytes,
+    }
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The value on one line of stdout."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -1,0 +1,152 @@
+"""`redraft eval`: how often a model is right, how sure that figure is, and how fast it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli import options
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.demo.tasks import Item, Task
+    from redraft.engine import Engine
+    from redraft.evaluate.run import Record, ResultsFile
+
+DEFAULT_BATCH_SIZE = 8
+
+
+def command(
+    model: options.Model,
+    task: Annotated[str, typer.Option("--task", metavar="demo:NAME", help="A task, or demo:all.")],
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task.")] = 100,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            metavar="N",
+            min=1,
+            help=f"Items answered together: {DEFAULT_BATCH_SIZE}, or 1 in tiers where a batch shares one seed.",
+        ),
+    ] = None,
+    seed: options.Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    entropy_bound: options.EntropyBound = None,
+    steps: options.Steps = None,
+    weights: options.Weights = None,
+    tier: options.TierOption = None,
+    device: options.Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Per-item results, JSON lines; an interrupted run resumes."),
+    ] = None,
+    json_output: options.Json = False,
+) -> None:
+    """Grade a model on held-out items of a task: accuracy with a 95 % interval, speed, steps per canvas."""
+    from redraft.cli.common import describe, load_engine, print_json
+    from redraft.demo.tasks import TASKS
+    from redraft.evaluate.run import check_target, select_tasks
+
+    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
+    tasks = select_tasks(task, TASKS)
+    items = _items(tasks, limit)
+    if out is not None:
+        check_target(out)
+    engine = load_engine(model, weights, tier, device)
+    about = {**describe(engine, model), "seed": seed, "limit": limit, "settings": settings}
+    size = batch_size or (DEFAULT_BATCH_SIZE if engine.tier == "turbo" else 1)
+    with _results_file(out, about, items) as file:
+        reused = len(file.done) if file else 0
+        records = _run(engine, tasks, items, seed, size, settings, file)
+    report = {**about, "batch_size": size, "reused_items": reused, **_summaries(records, list(tasks))}
+    if json_output:
+        print_json(report)
+    else:
+        print(table({**report["tasks"], **({"all": report["all"]} if "all" in report else {})}))
+
+
+def _items(tasks: dict[str, Task], limit: int) -> dict[str, Sequence[Item]]:
+    try:
+        return {name: task.heldout_items(limit) for name, task in tasks.items()}
+    except ValueError as e:  # a task of fewer items than asked for
+        raise UsageError(str(e)) from None
+
+
+def _results_file(
+    out: Path | None, about: dict[str, Any], items: dict[str, Sequence[Item]]
+) -> AbstractContextManager[ResultsFile | None]:
+    from redraft.evaluate.run import ResultsFile, run_id
+
+    if out is None:
+        return nullcontext()
+    prompts = {name: [item.prompt for item in its] for name, its in items.items()}
+    return ResultsFile(out, run_id({**about, "prompts": prompts}))
+
+
+def _run(
+    engine: Engine,
+    tasks: dict[str, Task],
+    items: dict[str, Sequence[Item]],
+    seed: int,
+    batch_size: int,
+    settings: dict[str, Any],
+    file: ResultsFile | None,
+) -> list[Record]:
+    """All records, those of an interrupted run first; each new one goes to the file at once."""
+    from rich.progress import Progress
+
+    from redraft.cli.common import error_console, quiet_libraries
+    from redraft.evaluate.run import evaluate
+
+    records = list(file.done) if file else []
+    if records:
+        print(f"redraft: note: {len(records)} items are done already and are not run again", file=sys.stderr)
+    skip = {record.id for record in records}
+    console = error_console()
+    with quiet_libraries(), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=sum(map(len, items.values())), completed=len(records))
+        for name, task in tasks.items():
+            for record in evaluate(
+                engine, name, task, items[name], seed=seed, batch_size=batch_size, settings=settings, skip=skip
+            ):
+                if file:
+                    file.append(record)
+                records.append(record)
+                right = sum(r.correct for r in records)
+                progress.update(bar, advance=1, description=f"{name}: {right}/{len(records)} correct")
+    return records
+
+
+def _summaries(records: list[Record], names: list[str]) -> dict[str, Any]:
+    """Figures per task, and over all of them where there are several."""
+    from redraft.evaluate.run import summarise
+
+    tasks = {name: summarise([r for r in records if r.task == name]) for name in names}
+    return {"tasks": tasks, **({"all": summarise(records)} if len(names) > 1 else {})}
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """The figures as aligned plain text, one line per task."""
+    rows = [("task", "correct", "accuracy", "95 % interval", "tok/s", "tok/forward", "steps mean/p50/p90", "seconds")]
+    for name, s in summaries.items():
+        low, high = s["interval"]
+        steps = s["steps_per_canvas"]
+        rows.append(
+            (
+                name,
+                f"{s['correct']}/{s['items']}",
+                f"{100 * s['accuracy']:.1f} %",
+                f"{100 * low:.1f} to {100 * high:.1f}",
+                f"{s['tokens_per_second']:.1f}",
+                f"{s['tokens_per_forward']:.2f}",
+                f"{steps['mean']:.1f} / {steps['p50']:g} / {steps['p90']:g}",
+                f"{s['seconds']:.1f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
