@@ -80,15 +80,15 @@ class ModelConfig:
         if not raw.get("tie_word_embeddings", True):
             raise ValueError("tie_word_embeddings is false; Redraft needs the encoder, decoder and head tied")
         config = cls(
-            vocab_size=int(text["vocab_size"]),
-            hidden_size=int(text["hidden_size"]),
-            intermediate_size=int(text["intermediate_size"]),
-            num_heads=int(text["num_attention_heads"]),
+            vocab_size=_whole(text, "vocab_size"),
+            hidden_size=_whole(text, "hidden_size"),
+            intermediate_size=_whole(text, "intermediate_size"),
+            num_heads=_whole(text, "num_attention_heads"),
             layers=_layer_configs(text),
-            sliding_window=int(text["sliding_window"]),
-            num_experts=int(text["num_experts"]),
-            top_k_experts=int(text["top_k_experts"]),
-            moe_intermediate_size=int(text["moe_intermediate_size"]),
+            sliding_window=_whole(text, "sliding_window"),
+            num_experts=_whole(text, "num_experts"),
+            top_k_experts=_whole(text, "top_k_experts"),
+            moe_intermediate_size=_whole(text, "moe_intermediate_size"),
             canvas_length=int(raw.get("canvas_length") or 256),
             max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
             rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
@@ -119,14 +119,21 @@ class ModelConfig:
         return len(self.layers)
 
 
+def _whole(fields: Mapping[str, Any], key: str) -> int:
+    value = fields[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"text_config.{key} is {value!r}, expected a whole number")
+    return value
+
+
 def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     """Per-layer geometry from either spelling: `per_layer_config`, or the older `global_head_dim` pair."""
-    count = int(text["num_hidden_layers"])
+    count = _whole(text, "num_hidden_layers")
     types = text.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     if len(types) != count:
         raise ValueError(f"text_config.layer_types names {len(types)} layers, num_hidden_layers is {count}")
     types = [*types[:-1], "full_attention"]  # transformers forces the last layer to full attention
-    head_dim, kv_heads = int(text["head_dim"]), int(text["num_key_value_heads"])
+    head_dim, kv_heads = _whole(text, "head_dim"), _whole(text, "num_key_value_heads")
     full_default = {
         "head_dim": text.get("global_head_dim") or 512,
         "num_key_value_heads": text.get("num_global_key_value_heads") or kv_heads,
@@ -146,8 +153,8 @@ def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         layers.append(
             LayerConfig(
                 kind="full" if full else "sliding",
-                head_dim=int(base["head_dim"]),
-                num_kv_heads=int(base["num_key_value_heads"]),
+                head_dim=_whole(base, "head_dim"),
+                num_kv_heads=_whole(base, "num_key_value_heads"),
                 rope_theta=theta,
                 partial_rotary_factor=partial,
             )
