@@ -1,0 +1,100 @@
+"""The file format `dg-w4a16-v1`: names, shapes, `w4_meta.json` and hashes. docs/format.md is its description.
+
+A directory holds config.json, generation_config.json, tokenizer files, `w4_meta.json`, every non-expert tensor in
+`model*.safetensors` and one `experts_NNN.safetensors` a layer. `manifest.json` is Redraft's addition: other writers'
+directories lack it and are read all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.config import ModelConfig, QuantSpec, read_json
+from redraft.errors import CheckpointError, UsageError
+
+FORMAT = "dg-w4a16-v1"
+META = "w4_meta.json"
+MANIFEST = "manifest.json"
+EXPERT_FILES = "experts_*.safetensors"
+PACKED_NAMES = ("gu_q", "gu_s", "gu_z", "dn_q", "dn_s", "dn_z")
+
+Shape = tuple[int, ...]
+
+
+def expert_file(layer: int) -> str:
+    """The file of one layer's packed experts."""
+    return f"experts_{layer:03d}.safetensors"
+
+
+def packed_shapes(config: ModelConfig, spec: QuantSpec) -> dict[str, tuple[str, Shape]]:
+    """(safetensors dtype, shape) of one layer's packed tensors by name."""
+    e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    gate_up, down = (e, 2 * i, h // spec.group_gate_up), (e, h, i // spec.group_down)
+    return {
+        "gu_q": ("U8", (e, 2 * i, h // 2)),
+        "gu_s": ("F16", gate_up),
+        "gu_z": ("F16", gate_up),
+        "dn_q": ("U8", (e, h, i // 2)),
+        "dn_s": ("F16", down),
+        "dn_z": ("F16", down),
+    }
+
+
+def packed_bytes(config: ModelConfig, spec: QuantSpec) -> int:
+    """Bytes of one layer's packed experts."""
+    return sum(torch.Size(shape).numel() * (1 if d == "U8" else 2) for d, shape in packed_shapes(config, spec).values())
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """w4_meta.json of a directory. Raises CheckpointError when its format is not the one read here."""
+    meta = read_json(path / META)
+    found = meta.get("format")
+    if found == FORMAT:
+        return meta
+    if isinstance(found, str) and re.fullmatch(r"dg-w4a16-v\d+", found):
+        raise CheckpointError(f"{path / META}: format {found} is not the {FORMAT} this Redraft reads; upgrade Redraft")
+    raise CheckpointError(f"{path / META}: format is {found!r}, expected {FORMAT!r}")
+
+
+def infer_spec(path: Path, meta: Mapping[str, Any], config: ModelConfig, gu_s: Shape, dn_s: Shape) -> QuantSpec:
+    """Group sizes from the shapes of one layer's scales; sizes that w4_meta.json names must agree."""
+    groups: dict[str, int] = {}
+    for key, name, shape, dim in (
+        ("group_gate_up", "gu_s", gu_s, config.hidden_size),
+        ("group_down", "dn_s", dn_s, config.moe_intermediate_size),
+    ):
+        if len(shape) != 3 or shape[-1] < 1 or dim % shape[-1]:
+            raise CheckpointError(
+                f"{path}: {name} of shape {list(shape)} does not split {dim} weights into equal groups"
+            )
+        groups[key] = dim // shape[-1]
+        if meta.get(key, groups[key]) != groups[key]:
+            raise CheckpointError(
+                f"{path / META}: {key} is {meta[key]!r}, but the shape of {name}, {list(shape)}, means {groups[key]}"
+            )
+    try:
+        return QuantSpec(**groups)
+    except UsageError as e:
+        raise CheckpointError(f"{path}: {e}") from None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The raw bytes of a contiguous CPU tensor, uint8 [nbytes], without a copy."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """Hex digest over the tensor's raw bytes, as they lie in a safetensors file."""
+    return hashlib.sha256(tensor_bytes(tensor).numpy().data).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
