@@ -43,7 +43,7 @@ SIDE_FILES = (
     "config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja",
     "chat_template.json", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-_SPARE_BYTES = 1 << 20  # headers and JSON files
+_SPARE_BYTES = 1 << 20  # for headers and the JSON files written here
 
 
 def quantize(
@@ -77,6 +77,7 @@ def quantize(
     with WorkDir(target) as work:
         work.resume(_fingerprint(source, spec), {unit.file for unit in units})
         work.need = sum(unit.bytes for unit in units if unit.file not in work.records) + _SPARE_BYTES
+        work.need += sum(file.stat().st_size for file in _side_files(source))
         work.check_space()
         for count, unit in enumerate(units, 1):
             if unit.file not in work.records:
@@ -200,9 +201,13 @@ def _label(src: str | Path, source: CheckpointFiles) -> str:
     return source.path.resolve().name if Path(src).expanduser().is_dir() else str(src)
 
 
+def _side_files(source: CheckpointFiles) -> set[Path]:
+    return {file for pattern in SIDE_FILES for file in source.path.glob(pattern) if file.is_file()}
+
+
 def _write_side_files(source: CheckpointFiles, report: QuantReport, work: WorkDir) -> None:
     """Everything beside the weights: copies, index, description, report, and last the manifest over all of it."""
-    copied = {file.name for pattern in SIDE_FILES for file in source.path.glob(pattern) if file.is_file()}
+    copied = {file.name for file in _side_files(source)}
     for name in copied:
         shutil.copyfile(source.path / name, work.path / name)
     tensors = {name: entry for record in work.records.values() for name, entry in record["tensors"].items()}

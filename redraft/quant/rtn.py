@@ -43,8 +43,9 @@ def quantize_rows(weight: torch.Tensor, group: int, where: str = "weight") -> Pa
     w = weight.float().unflatten(-1, (-1, group))
     lo = w.amin(-1).clamp(max=0)
     spread = w.amax(-1).clamp(min=0) - lo
-    # A product with 1/15 and not a quotient: CUDA turns x / 15 into one, and both devices shall round alike.
-    scale = _round_up_to_half((spread * (1 / STEPS)).clamp(min=SMALLEST_SCALE))
+    # A tensor and not the number 15, which CUDA would turn into a product with an inexact 1/15.
+    step = spread / spread.new_tensor(float(STEPS))
+    scale = _round_up_to_half(step.clamp(min=SMALLEST_SCALE))
     if not bool(torch.isfinite(scale).all()):
         raise CheckpointError(f"{where}: {_describe_bad(weight)}")
     s = scale.float()

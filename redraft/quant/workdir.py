@@ -55,6 +55,7 @@ class WorkDir:
         self.records: dict[str, dict[str, Any]] = {}
         self.need = 0
         self._fingerprint = ""
+        self._owned = False  # known to hold nothing but our own files
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> Self:
@@ -70,10 +71,17 @@ class WorkDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None and not self.records and not self._strangers():
-            shutil.rmtree(self.path, ignore_errors=True)  # nothing in it is worth keeping
+        if error is not None and self._owned:
+            self._discard_unfinished()
         if self._lock is not None:
             self._lock.close()
+
+    def _discard_unfinished(self) -> None:
+        """Remove half-written files, which may be what fills the disk, and an empty directory."""
+        for entry in self._strangers():
+            entry.unlink(missing_ok=True)
+        if not self.records:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _strangers(self) -> list[Path]:
         """Entries that are neither recorded nor this class's own."""
@@ -92,6 +100,7 @@ class WorkDir:
             for entry in self._strangers():
                 entry.unlink()
             self._save()
+        self._owned = True
 
     def _usable_records(self, files: set[str]) -> dict[str, dict[str, Any]]:
         try:
