@@ -44,10 +44,19 @@ def command(
 def read_prompt(prompt: str | None) -> str:
     """The prompt given, or all of stdin for '-' or nothing, without the newline that `echo` adds."""
     if prompt is not None and prompt != "-":
-        return prompt
+        return check_text(prompt)
     if prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give it as an argument, or '-' to type it and end with Ctrl-D")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as e:
         raise UsageError(f"the prompt on stdin is not text in {e.encoding} (byte {e.start})") from None
+
+
+def check_text(prompt: str) -> str:
+    """The prompt, unless the shell passed bytes that are no text. Raises UsageError."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not valid Unicode text") from None
+    return prompt

@@ -75,7 +75,7 @@ class DraftView:
 
     def _status(self) -> str:
         if self._draft is None:
-            return "..."
+            return "reading ..."
         d = self._draft
         return (
             f"canvas {d.canvas + 1} · pass {d.step} · accepted {sum(d.accepted)}/{len(d.accepted)}"

@@ -20,7 +20,8 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     centre = p + z * z / (2 * total)
     half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    # Without the two cases rounding puts the ends of 0 and of n out of n some 1e-18 beside 0 and 1.
+    return (0.0 if correct == 0 else (centre - half) / scale), (1.0 if correct == total else (centre + half) / scale)
 
 
 def percentile(values: list[int], q: float) -> float:

@@ -1,0 +1,119 @@
+"""An engine without a network: one token per character, scripted drafts, an answer that repeats the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from redraft.config import DecodeSettings, check_seed
+from redraft.engine import Committed, Draft, Event, Prompt, Result
+from redraft.errors import UsageError
+from redraft.weights import DenseExperts, PackedExperts
+
+EOS = 1
+CANVAS = 16
+CONTEXT = 200  # characters of all messages together
+
+
+class FakeEngine:
+    """Answers "You said: <last message>", or raises `failure` where it is set."""
+
+    def __init__(self, failure: BaseException | None = None, weights: str = "w4", tier: str = "turbo") -> None:
+        self.failure = failure
+        self.prompts: list[Prompt] = []
+        self.settings = DecodeSettings()
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.weights, self.tier = weights, tier
+        self.weight_bytes = 1_500_000
+        self.notes: list[str] = []
+        self.batches: list[int] = []
+        self.model = SimpleNamespace(weights=fake_weights())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(t) for t in token_ids if t > EOS)
+
+    def answer_to(self, prompt: Prompt) -> str:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]  # type: ignore[index,call-overload]
+        return f"You said: {text}"
+
+    def generate(self, prompt: Prompt, *, seed: int = 0, **settings: Any) -> Result:
+        *_, result = self.stream(prompt, seed=seed, **settings)
+        assert isinstance(result, Result)
+        return result
+
+    def generate_batch(self, prompts: Sequence[Prompt], *, seed: Sequence[int], **settings: Any) -> list[Result]:
+        self.batches.append(len(prompts))
+        return [self.generate(p, seed=s, **settings) for p, s in zip(prompts, seed, strict=True)]
+
+    def stream(self, prompt: Prompt, *, seed: int = 0, **settings: Any) -> Iterator[Event]:
+        limit = self.settings.replace(**settings).max_new_tokens
+        check_seed(seed)
+        self._check(prompt)
+        self.prompts.append(prompt)
+        if self.failure is not None:
+            raise self.failure
+        tokens = [*map(ord, self.answer_to(prompt)), EOS]
+        finish = "stop" if len(tokens) <= limit else "length"
+        tokens = tokens[:limit]
+        canvases = [tokens[i : i + CANVAS] for i in range(0, len(tokens), CANVAS)]
+        for index, canvas in enumerate(canvases):
+            yield Draft(index, 1, [ord("?")] * len(canvas), [False] * len(canvas), 2.0)
+            yield Draft(index, 2, canvas, [True] * len(canvas), 0.0)
+            yield Committed(index, 2, canvas, self.decode(canvas))
+        forwards = 2 * len(canvases)
+        yield Result(
+            text=self.decode(tokens),
+            token_ids=tokens,
+            prompt_tokens=7,
+            forwards=forwards,
+            canvases=len(canvases),
+            tokens_per_forward=len(tokens) / forwards,
+            steps_per_canvas=[2] * len(canvases),
+            seconds=0.5,
+            tokens_per_second=2.0 * len(tokens),
+            finish_reason=finish,
+            seed=seed,
+            peak_memory_bytes=1000,
+        )
+
+    def _check(self, prompt: Prompt) -> None:
+        texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]  # type: ignore[index]
+        if not "".join(texts).strip():
+            raise UsageError("the prompt is empty")
+        if sum(map(len, texts)) > CONTEXT:
+            raise UsageError(f"the prompt exceeds the context of {CONTEXT}")
+
+
+@dataclass
+class FakeLayer:
+    experts: PackedExperts | DenseExperts
+    router: torch.Tensor
+
+
+@dataclass
+class FakeWeights:
+    embed: torch.Tensor
+    layers: list[FakeLayer]
+
+
+def fake_weights(packed: bool = True) -> FakeWeights:
+    """One layer of 2 experts, hidden 8, intermediate 4, one group a row; 30 weights of other kinds, in fp32."""
+    half = torch.float16
+    experts = (
+        PackedExperts(
+            torch.zeros(2, 8, 4, dtype=torch.uint8),
+            torch.zeros(2, 8, 1, dtype=half),
+            torch.zeros(2, 8, 1, dtype=half),
+            torch.zeros(2, 8, 2, dtype=torch.uint8),
+            torch.zeros(2, 8, 1, dtype=half),
+            torch.zeros(2, 8, 1, dtype=half),
+        )
+        if packed
+        else DenseExperts(torch.zeros(2, 8, 8), torch.zeros(2, 8, 4))
+    )
+    return FakeWeights(torch.zeros(20), [FakeLayer(experts, torch.zeros(10))])

@@ -1,0 +1,126 @@
+"""Exit codes and one clear line: whatever goes wrong, with every command."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.conftest import Run
+from cli.fake_engine import FakeEngine
+
+import redraft
+from redraft.errors import CheckpointError, UsageError
+
+COMMAND = [sys.executable, "-m", "redraft"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (CheckpointError("m/config.json: file is missing"), 1, "m/config.json: file is missing"),
+        (UsageError("seed is -1"), 2, "seed is -1"),
+        (UsageError("two\nlines"), 2, "two lines"),
+        (
+            OSError(errno.ENOSPC, "no space", "/x/part"),
+            1,
+            "/x/part: No space left on device; free some space and run it again",
+        ),
+        (
+            PermissionError(errno.EACCES, "denied", b"/x"),
+            1,
+            "/x: Permission denied; check the permissions or choose another place",
+        ),
+        (
+            ZeroDivisionError("a\nb"),
+            1,
+            "internal error: ZeroDivisionError: a b (run again with --debug for the traceback)",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_every_error_is_one_line_and_a_code(
+    run: Run, engine: FakeEngine, error: BaseException, code: int, line: str
+) -> None:
+    engine.failure = error
+    outcome = run("generate", "demo", "hi")
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", f"redraft: error: {line}\n")
+
+
+@pytest.mark.parametrize("args", [("--debug", "generate", "demo", "hi"), ("generate", "demo", "--debug", "hi")])
+def test_debug_shows_the_traceback_wherever_it_stands(run: Run, engine: FakeEngine, args: tuple[str, ...]) -> None:
+    engine.failure = ZeroDivisionError("why")
+    outcome = run(*args)
+    assert outcome.code == 1
+    assert outcome.err.startswith("Traceback (most recent call last):")
+    assert "raise self.failure" in outcome.err
+
+
+def test_debug_after_two_dashes_is_a_prompt(run: Run, engine: FakeEngine) -> None:
+    assert run("generate", "demo", "--", "--debug").out == "You said: --debug\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate",), "Missing argument 'MODEL' (see 'redraft generate --help')"),
+        (("generate", "demo", "hi", "--colour"), "--colour"),
+        (("evil",), "No such command 'evil'"),
+        (("--nothing",), "--nothing"),
+        (("eval", "demo"), "Missing option '--task'"),
+        (("eval", "demo", "--task", "demo:edit", "--limit", "0"), "--limit"),
+        (("eval", "demo", "--task", "gsm8k"), "task is 'gsm8k', expected one of demo:arithmetic, "),
+        (("generate", "demo", "hi", "--seed", "x"), "--seed"),
+        (("generate", "demo", "hi", "--seed", "-1"), "seed is -1, expected a whole number from 0 to 2^63 - 1"),
+        (("generate", "demo", "hi", "--steps", "0"), "max_denoising_steps is 0"),
+        (("chat", "demo", "--entropy-bound", "nan"), "entropy_bound is nan"),
+        (("demo", "--max-new-tokens", "-5"), "max_new_tokens is -5"),
+        (("generate", "demo", "hi", "--weights", "w3"), "weights is 'w3', expected one of w4, bf16"),
+        (
+            ("eval", "demo", "--task", "demo:edit", "--tier", "warp"),
+            "tier is 'warp', expected one of off, bitexact, turbo",
+        ),
+    ],
+)
+def test_bad_usage_exits_2_before_a_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(redraft, "load", lambda *a, **k: pytest.fail("loaded"))
+    outcome = run(*args)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("redraft: error: ")
+    assert outcome.err.count("\n") == 1
+    assert message in outcome.err
+
+
+def test_version_and_bare_command(run: Run) -> None:
+    assert run("--version").out == f"redraft {redraft.__version__}\n"
+    bare = run()
+    assert bare.code == 0
+    for name in ("demo", "generate", "chat", "quantize", "inspect", "eval"):
+        assert name in bare.out
+
+
+def test_help_is_quick_because_torch_is_not_imported() -> None:
+    code = "import sys; from redraft.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_reported() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "redraft: error: No space left on device; free some space and run it again\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -c 'import time; time.sleep(1); import runpy, sys; sys.argv = [\"redraft\", \"--version\"]; "
+        "runpy.run_module(\"redraft\", run_name=\"__main__\")' | true",
+        shell=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr == ""

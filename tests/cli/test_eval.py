@@ -1,0 +1,128 @@
+"""`redraft eval`: the report and the table, the results file, resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import Run
+from cli.fake_engine import FakeEngine
+
+from redraft.demo.tasks import TASKS
+
+ITEMS = TASKS["edit"].heldout_items(4)
+WRONG = ITEMS[2].prompt
+
+
+@pytest.fixture
+def scholar(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """Right on every item of `edit` but the third."""
+    answers = {item.prompt: item.answer for item in ITEMS} | {WRONG: "?"}
+    monkeypatch.setattr(engine, "answer_to", lambda prompt: answers[prompt])
+    return engine
+
+
+def test_report(run: Run, scholar: FakeEngine) -> None:
+    outcome = run("eval", "demo", "--task", "demo:edit", "--limit", "4", "--seed", "3", "--batch-size", "3", "--json")
+    assert outcome.err == ""
+    report = json.loads(outcome.out.splitlines()[-1])
+    edit = report["tasks"]["edit"]
+    assert (edit["items"], edit["correct"], edit["accuracy"]) == (4, 3, 0.75)
+    assert edit["interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
+    assert edit["tokens"] == sum(len(i.answer) + 1 for i in ITEMS) - len(ITEMS[2].answer) + 1
+    assert edit["tokens_per_forward"] == edit["tokens"] / edit["forwards"]
+    assert edit["steps_per_canvas"] == {"mean": 2.0, "p50": 2, "p90": 2}
+    assert edit["cut_off"] == 0
+    assert (report["seed"], report["limit"], report["batch_size"], report["reused_items"]) == (3, 4, 3, 0)
+    assert (report["model"], report["weights"], report["settings"]) == ("demo", "w4", {})
+    assert scholar.batches == [3, 1]
+    assert "all" not in report
+
+
+def test_table(run: Run, scholar: FakeEngine) -> None:
+    lines = run("eval", "demo", "--task", "demo:edit", "--limit", "4").out.splitlines()
+    assert lines[0].split("  ")[0] == "task"
+    assert lines[1].startswith("edit  3/4      75.0 %    30.1 to 95.4")
+    assert "2.0 / 2 / 2" in lines[1]
+
+
+def test_all_tasks_are_summed(run: Run, engine: FakeEngine) -> None:
+    report = json.loads(run("eval", "demo", "--task", "demo:all", "--limit", "1", "--json").out)
+    assert list(report["tasks"]) == list(TASKS)
+    assert report["all"]["items"] == len(TASKS)
+    assert report["all"]["correct"] == 0
+
+
+@pytest.mark.parametrize(("tier", "sizes"), [("turbo", [4]), ("bitexact", [1, 1, 1, 1])])
+def test_default_batch_size_follows_the_tier(run: Run, scholar: FakeEngine, tier: str, sizes: list[int]) -> None:
+    scholar.tier = tier
+    run("eval", "demo", "--task", "demo:edit", "--limit", "4")
+    assert scholar.batches == sizes
+
+
+def test_an_interrupted_run_resumes(
+    run: Run, scholar: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "edit.jsonl"
+    args = ("eval", "demo", "--task", "demo:edit", "--limit", "4", "--batch-size", "1", "--out", str(out), "--json")
+    whole = FakeEngine.generate_batch
+    monkeypatch.setattr(
+        scholar, "generate_batch", lambda p, **k: _interrupt() if WRONG in p else whole(scholar, p, **k)
+    )
+    first = run(*args)
+    assert (first.code, first.err, out.exists()) == (130, "redraft: error: interrupted\n", False)
+
+    monkeypatch.setattr(scholar, "generate_batch", lambda p, **k: whole(scholar, p, **k))
+    scholar.batches.clear()
+    second = run(*args)
+    assert second.err == "redraft: note: 2 items are done already and are not run again\n"
+    assert scholar.batches == [1, 1]
+    report = json.loads(second.out)
+    assert (report["reused_items"], report["tasks"]["edit"]["correct"]) == (2, 3)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["id"] for r in rows] == ["edit/0", "edit/1", "edit/2", "edit/3"]
+    assert [r["correct"] for r in rows] == [True, True, False, True]
+    assert [p.name for p in tmp_path.iterdir()] == ["edit.jsonl"]
+
+    third = run(*args)
+    assert (third.code, third.err) == (
+        2,
+        f"redraft: error: {out} already exists; remove it or choose another file\n",
+    )
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    run("eval", "demo", "--task", "demo:edit", "--limit", "2", "--out", str(out))
+    out.rename(tmp_path / "r.jsonl.part")
+    for changed in (("--limit", "3"), ("--limit", "2", "--seed", "1"), ("--limit", "2", "--steps", "3")):
+        outcome = run("eval", "demo", "--task", "demo:edit", "--out", str(out), *changed)
+        assert outcome.code == 2
+        assert "r.jsonl.part holds results of another model, seed, task or setting" in outcome.err
+    same = run("eval", "demo", "--task", "demo:edit", "--limit", "2", "--batch-size", "1", "--out", str(out))
+    assert same.code == 0
+
+
+def test_more_items_than_a_task_has_is_a_usage_error(
+    run: Run, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(count: int) -> None:
+        raise ValueError("task edit has only 9 held-out prompts, 10 asked for")
+
+    monkeypatch.setattr(TASKS["edit"], "heldout_items", few)
+    outcome = run("eval", "demo", "--task", "demo:edit", "--limit", "10")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "redraft: error: task edit has only 9 held-out prompts, 10 asked for\n",
+    )
+
+
+def test_an_unwritable_target_is_refused_before_loading(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
+    outcome = run("eval", "demo", "--task", "demo:edit", "--out", str(tmp_path / "no" / "r.jsonl"))
+    assert (outcome.code, engine.prompts) == (2, [])
+    assert outcome.err.endswith(f"the directory {tmp_path / 'no'} does not exist\n")

@@ -1,0 +1,136 @@
+"""The commands on a real pseudo-terminal: what a user sees, what the answer leaves behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import redraft
+from cli.fake_engine import FakeEngine
+from redraft.cli import main
+
+class Slow(FakeEngine):
+    def stream(self, *args, **kwargs):
+        for event in super().stream(*args, **kwargs):
+            time.sleep(0.06)
+            yield event
+            if "wait" in str(args):
+                time.sleep(30)
+
+redraft.load = lambda model, **options: Slow()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Terminal:
+    """A program with a pseudo-terminal as stdin, stdout and stderr."""
+
+    def __init__(self, *args: str, **env: str) -> None:
+        self.fd, follower = pty.openpty()
+        program = PROGRAM.format(tests=str(Path(__file__).parents[1]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, *args],
+            stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **env},
+        )  # fmt: skip
+        os.close(follower)
+        self.seen = ""
+        self.mark = 0
+
+    def until(self, text: str) -> None:
+        """Read until `text` has been seen after the text of the last call."""
+        deadline = time.monotonic() + 20
+        while (at := self.seen.find(text, self.mark)) < 0:
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} is not in {self.seen[self.mark :]!r}"
+            self.seen += os.read(self.fd, 4096).decode()
+        self.mark = at + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def rest(self) -> str:
+        """Everything from the start to the end of the program."""
+        deadline = time.monotonic() + 20
+        while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                self.seen += os.read(self.fd, 4096).decode()
+            except OSError:  # the other side is closed
+                break
+        self.process.wait(1)
+        return self.seen
+
+
+Start = Callable[..., Terminal]
+
+
+@pytest.fixture
+def terminal() -> Iterator[Start]:
+    """Start the command line on a pseudo-terminal of its own."""
+    opened: list[Terminal] = []
+
+    def start(*args: str, **env: str) -> Terminal:
+        opened.append(Terminal(*args, **env))
+        return opened[-1]
+
+    yield start
+    for t in opened:
+        t.process.kill()
+        t.process.wait()
+        os.close(t.fd)
+
+
+def test_generate_draws_then_prints_answer_and_figures(terminal: Start) -> None:
+    t = terminal("generate", "demo", "hello")
+    seen = t.rest()
+    assert t.process.returncode == 0
+    assert "\x1b[2m????????????????\x1b[0m" in seen
+    assert "\x1b[1mYou said: hello\x1b[0m" in seen
+    assert "\x1b[2KYou said: hello\r\n" in seen
+    assert (
+        "16 tokens · 2 forwards · 8.0 tokens/forward · 32 tok/s · steps per canvas 2 · seed 0 · w4 weights 1.5 MB"
+        in (seen.replace("\r\n", " "))
+    )
+
+
+def test_a_dumb_terminal_gets_no_escape_codes(terminal: Start) -> None:
+    t = terminal("generate", "demo", "hello", TERM="dumb")
+    assert "\x1b" not in t.rest()
+
+
+def test_ctrl_c_stops_generate_with_one_line(terminal: Start) -> None:
+    t = terminal("generate", "demo", "wait")
+    t.until("pass 1")
+    t.process.send_signal(signal.SIGINT)
+    assert t.rest().endswith("redraft: error: interrupted\r\n")
+    assert t.process.returncode == 130
+
+
+def test_chat_lives_through_ctrl_c_and_ends_with_ctrl_d(terminal: Start) -> None:
+    t = terminal("chat", "demo")
+    t.until("> ")
+    t.type("wait\n")
+    t.until("pass 1")
+    t.process.send_signal(signal.SIGINT)
+    t.until("(stopped; this turn is forgotten)")
+    t.until("> ")
+    t.process.send_signal(signal.SIGINT)
+    t.until("(/exit or Ctrl-D ends the chat)")
+    t.type("hi\n")
+    t.until("w4 weights")
+    t.until("> ")
+    t.type("\x04")
+    t.rest()
+    assert t.process.returncode == 0
