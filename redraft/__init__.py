@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from redraft.engine import Engine
-    from redraft.quant.report import QuantReport
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "load", "quantize"]
@@ -42,12 +41,10 @@ def load(
     progress(done, total) is called per layer. Raises CheckpointError or UsageError.
     """
     from redraft.checkpoint import find_checkpoint, load_checkpoint, load_tokenizer
-    from redraft.config import TIERS, WEIGHT_FORMATS, check_choice
+    from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
     from redraft.engine import Engine
 
-    weights = weights or "w4"
-    check_choice("weights", weights, WEIGHT_FORMATS)
     check_choice("tier", tier, TIERS)
     target = pick_device(device)
     path = find_checkpoint(model)
@@ -56,7 +53,7 @@ def load(
         weights=weights,
         dtype=dtype or default_dtype(target),
         device=target,
-        spec=spec or QuantSpec(),
+        spec=spec,
         progress=progress,
     )
-    return Engine(checkpoint, load_tokenizer(path), tier, weights)
+    return Engine(checkpoint, load_tokenizer(path), tier)

@@ -129,7 +129,9 @@ def _whole(fields: Mapping[str, Any], key: str) -> int:
 def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     """Per-layer geometry from either spelling: `per_layer_config`, or the older `global_head_dim` pair."""
     count = _whole(text, "num_hidden_layers")
-    types = text.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+    types = text.get("layer_types") or [
+        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)
+    ]
     if len(types) != count:
         raise ValueError(f"text_config.layer_types names {len(types)} layers, num_hidden_layers is {count}")
     types = [*types[:-1], "full_attention"]  # transformers forces the last layer to full attention

@@ -93,15 +93,15 @@ class _Request:
 class Engine:
     """A loaded model ready to answer. Create it with `redraft.load`."""
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tier: Tier, weights: WeightFormat):
+    def __init__(self, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tier: Tier):
         check_choice("tier", tier, TIERS)
         self.config: ModelConfig = checkpoint.config
-        self.settings: DecodeSettings = checkpoint.decode
+        self.settings: DecodeSettings = checkpoint.settings
         self.notes: list[str] = checkpoint.notes
         self.model = Model(checkpoint.config, checkpoint.weights)
         self.tokenizer = tokenizer
         self.tier: Tier = tier
-        self.weights: WeightFormat = weights
+        self.weights: WeightFormat = "bf16" if checkpoint.spec is None else "w4"
         self.weight_bytes = nbytes(checkpoint.weights)
 
     @property
@@ -264,12 +264,15 @@ class _Batch:
             for row in sorted(running):
                 self.requests[row].steps[-1] += 1
                 if drafts:
-                    yield row, Draft(
-                        index,
-                        decoder.steps,
-                        outcome.argmax[row].tolist(),
-                        outcome.accepted[row].tolist(),
-                        float(outcome.entropy[row].mean()),
+                    yield (
+                        row,
+                        Draft(
+                            index,
+                            decoder.steps,
+                            outcome.argmax[row].tolist(),
+                            outcome.accepted[row].tolist(),
+                            float(outcome.entropy[row].mean()),
+                        ),
                     )
             running -= {row for row, done in enumerate(outcome.done.tolist()) if done}
 

@@ -31,7 +31,10 @@ def tiny_hf():
 
 @pytest.fixture(scope="session")
 def tiny_dir(tiny_hf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model saved by transformers in fp32, with a generation config."""
+    """The same model saved by transformers in fp32, with a character tokenizer."""
+    from tiny import tiny_tokenizer
+
     path = tmp_path_factory.mktemp("tiny")
     tiny_hf.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     return path

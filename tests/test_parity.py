@@ -35,7 +35,7 @@ CASES = [random_case(i) for i in range(48)]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_dir, bare_tokenizer):
+def engine(tiny_dir):
     return redraft.load(tiny_dir, weights="bf16", tier="bitexact", device="cpu")
 
 

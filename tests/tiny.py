@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import string
+
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
+    PreTrainedTokenizerFast,
 )
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
@@ -29,6 +33,30 @@ TEXT = {
     "sliding_window": WINDOW,
     "max_position_embeddings": 256,
 }
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\n{{ m['content'] }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, fewer than VOCAB, with Gemma's turn tokens."""
+    specials = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<unk>"]
+    characters = [*"\n .,:;!?+-*/='", *string.ascii_letters, *string.digits]
+    vocab = {token: i for i, token in enumerate([*specials, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|turn>", "<turn|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def tiny_config(canvas_length: int = CANVAS, **text: object) -> DiffusionGemmaConfig:

@@ -92,9 +92,7 @@ class EntropyBoundDecoder:
         self.done = self.done | self._stop(self.argmax, self._entropy)
         return Pass(self.argmax, accepted, self._entropy, self.done)
 
-    def _move(
-        self, canvas: torch.Tensor, argmax: torch.Tensor, scaled: torch.Tensor, entropy: torch.Tensor
-    ) -> None:
+    def _move(self, canvas: torch.Tensor, argmax: torch.Tensor, scaled: torch.Tensor, entropy: torch.Tensor) -> None:
         if self.self_conditioning is None or self._entropy is None:
             self.canvas, self.argmax, self.self_conditioning, self._entropy = canvas, argmax, scaled, entropy
             return

@@ -18,7 +18,9 @@ def inverse_frequencies(layer: LayerConfig) -> torch.Tensor:
     return torch.cat((1.0 / (layer.rope_theta**exponent), still))
 
 
-def rope_table(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(
+    inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [N, head_dim] in `dtype` for integer positions [N]; angles are computed in fp32."""
     freqs = positions[:, None].float() * inv_freq
     angles = torch.cat((freqs, freqs), dim=-1)

@@ -70,7 +70,11 @@ def random_tokens(seeds: torch.Tensor, length: int, vocab: int, canvas: int, ste
     positions = torch.arange(length, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox(
-        seeds[:, None], zero, positions, torch.tensor(step, device=device), torch.tensor(canvas * 2 + REDRAW, device=device)
+        seeds[:, None],
+        zero,
+        positions,
+        torch.tensor(step, device=device),
+        torch.tensor(canvas * 2 + REDRAW, device=device),
     )
     # Multiply-shift maps 32 random bits to 0..vocab-1 with a bias below vocab / 2^32.
     return (words[..., 0] * vocab) >> 32
