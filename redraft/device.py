@@ -18,9 +18,7 @@ def pick_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device is {name!r}, expected cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name} is not available: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
-        )
+        raise UsageError(f"device {name} is not available: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 

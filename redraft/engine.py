@@ -164,7 +164,7 @@ class Engine:
             raise UsageError("the prompt is empty")
         if self.tokenizer.chat_template is None:
             raise UsageError("this checkpoint has no chat template; pass token ids instead of text")
-        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return self._check_ids(encoded["input_ids"])
 
     def _check_ids(self, ids: Sequence[int]) -> list[int]:

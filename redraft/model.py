@@ -18,12 +18,9 @@ from redraft.kernels.attention import attention
 from redraft.kernels.experts import run_experts
 from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
-from redraft.kernels.rope import inverse_frequencies, rope_table, rotate
+from redraft.kernels.rope import Table, inverse_frequencies, rope_table, rotate
 from redraft.kernels.router import route
 from redraft.weights import LayerWeights, Weights
-
-Table = tuple[torch.Tensor, torch.Tensor]
-Masks = dict[str, torch.Tensor | None]
 
 
 class Model:

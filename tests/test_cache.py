@@ -33,7 +33,7 @@ def test_sliding_layer_keeps_its_window():
     in_place, _ = cache.extend(*_rows(range(8, 10)))
     assert in_place.flatten().tolist() == [5, 6, 7, 8, 9]
     assert cache.prefix()[0].flatten().tolist() == [7, 8, 9]
-    keys, values = cache.extend(*_rows(range(10, 12)))
+    keys, _ = cache.extend(*_rows(range(10, 12)))
     assert keys.flatten().tolist()[-5:] == [7, 8, 9, 10, 11]
     assert cache.prefix()[1].flatten().tolist() == [-9, -10, -11]
 

@@ -65,7 +65,7 @@ def test_bad_config_names_the_field(raw, path, value, message):
 
 def test_missing_field_is_named(raw):
     del raw["text_config"]["moe_intermediate_size"]
-    with pytest.raises(CheckpointError, match="text_config.moe_intermediate_size is missing"):
+    with pytest.raises(CheckpointError, match=r"text_config\.moe_intermediate_size is missing"):
         ModelConfig.from_dict(raw)
 
 
@@ -75,7 +75,7 @@ def test_generation_config_is_read():
     )
     assert (read.eos_token_ids, read.t_max, read.t_min, read.entropy_bound) == ((1, 106), 0.9, 0.4, 0.3)
     assert read.max_denoising_steps == 48
-    with pytest.raises(CheckpointError, match="gen.json: t_max"):
+    with pytest.raises(CheckpointError, match=r"gen\.json: t_max"):
         DecodeSettings.from_generation_config({"t_max": -1.0}, "gen.json")
 
 

@@ -80,7 +80,7 @@ def test_stream_tells_the_same_story_as_generate(engine):
     assert isinstance(result, Result)
     assert [c.steps for c in committed] == result.steps_per_canvas == [4, 4]
     assert [(d.canvas, d.step) for d in drafts] == [(c, s) for c in (0, 1) for s in (1, 2, 3, 4)]
-    assert sum((c.tokens for c in committed), []) == result.token_ids
+    assert [token for c in committed for token in c.tokens] == result.token_ids
     assert "".join(c.text for c in committed) == result.text
     assert drafts[3].tokens == committed[0].tokens
     assert all(any(d.accepted) and len(d.accepted) == CANVAS and d.mean_entropy > 0 for d in drafts)

@@ -79,7 +79,7 @@ def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiff
     torch.manual_seed(seed)
     model = DiffusionGemmaForBlockDiffusion._from_config(tiny_config(**overrides)).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
             else:

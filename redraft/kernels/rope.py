@@ -18,16 +18,17 @@ def inverse_frequencies(layer: LayerConfig) -> torch.Tensor:
     return torch.cat((1.0 / (layer.rope_theta**exponent), still))
 
 
-def rope_table(
-    inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+Table = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+
+
+def rope_table(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Table:
     """cos and sin [N, head_dim] in `dtype` for integer positions [N]; angles are computed in fp32."""
     freqs = positions[:, None].float() * inv_freq
     angles = torch.cat((freqs, freqs), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Turn x [B, N, heads, D] by a table of N positions."""
     cos, sin = (t[None, :, None, :] for t in table)
     low, high = x.chunk(2, dim=-1)

@@ -59,7 +59,7 @@ def exponential_noise(seeds: torch.Tensor, length: int, vocab: int, canvas: int,
 
 
 def _exponential(words: torch.Tensor) -> torch.Tensor:
-    """-log(1 - u) of u = (word + 1/2) / 2^32; the series keeps the tail near zero exact where 1 - u would round to 1."""
+    """-log(1 - u) of u = (word + 1/2) / 2^32, by its series where 1 - u would lose u's digits."""
     u = (words.float() + 0.5) * 2.0**-32
     return torch.where(u < 2.0**-12, u + 0.5 * u * u, -torch.log1p(-u))
 
@@ -67,14 +67,7 @@ def _exponential(words: torch.Tensor) -> torch.Tensor:
 def random_tokens(seeds: torch.Tensor, length: int, vocab: int, canvas: int, step: int) -> torch.Tensor:
     """Uniform tokens int64 [B, length]: step 0 is the first canvas, step s the re-draw after pass s."""
     device = seeds.device
-    positions = torch.arange(length, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    words = philox(
-        seeds[:, None],
-        zero,
-        positions,
-        torch.tensor(step, device=device),
-        torch.tensor(canvas * 2 + REDRAW, device=device),
-    )
+    zero, counter_step, last = torch.tensor([0, step, canvas * 2 + REDRAW], device=device)
+    words = philox(seeds[:, None], zero, torch.arange(length, device=device), counter_step, last)
     # Multiply-shift maps 32 random bits to 0..vocab-1 with a bias below vocab / 2^32.
     return (words[..., 0] * vocab) >> 32
