@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ def load_engine(model: str, weights: str | None, tier: str | None, device: str |
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keep the warnings of torch and transformers, which a user cannot act on, off the terminal."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

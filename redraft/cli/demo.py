@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
@@ -12,7 +11,6 @@ from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
     from redraft.engine import Engine
-    from redraft.weights import Weights
 
 # The first held-out item of each: prompts that training has never seen, the same on every machine.
 DEMO_TASKS = ("arithmetic", "edit", "code")
@@ -34,11 +32,10 @@ def command(
     settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
     engine = load_engine("demo", weights, tier, device)
     answers = [_answer(engine, name, seed, settings, json_output) for name in DEMO_TASKS]
-    sizes = measure(engine.model.weights)
     if json_output:
-        print_json({"answers": answers, "sizes": asdict(sizes), **describe(engine, "demo")})
+        print_json({"answers": answers, "sizes": sizes(), **describe(engine, "demo")})
     else:
-        print(sizes.text(engine.weights))
+        print(size_table(sizes()))
     if not all(a["correct"] for a in answers):
         raise RedraftError(f"{sum(not a['correct'] for a in answers)} of {len(answers)} answers are wrong")
 
@@ -60,40 +57,19 @@ def _answer(engine: Engine, name: str, seed: int, settings: dict[str, Any], quie
     return {"task": name, "prompt": item.prompt, "correct": correct, **result.to_dict()}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of the experts and of the whole model: all in BF16, and with the experts as they are loaded.
+def sizes() -> dict[str, dict[str, int]]:
+    """Bytes of the bundled experts and of the whole bundled model, as BF16 on disk and packed."""
+    from redraft.checkpoint import find_checkpoint, open_checkpoint
+    from redraft.cli.inspect import summarize
 
-    Everything but the experts counts 2 bytes a weight in both, as on disk, even where a CPU computes in fp32.
-    """
-
-    experts_bf16: int
-    experts: int
-    model_bf16: int
-    model: int
-
-    def text(self, weights: str) -> str:
-        """Two lines, each beside its BF16 size."""
-        return "\n".join(
-            f"{part:<7} {weights} {decimal(size):>9}, BF16 {decimal(full):>9} ({full / size:.2f}x)"
-            for part, size, full in (
-                ("experts", self.experts, self.experts_bf16),
-                ("model", self.model, self.model_bf16),
-            )
-        )
+    summary = summarize(open_checkpoint(find_checkpoint("demo")))
+    parts = {"experts": summary["parts"]["experts"], "model": summary["total"]}
+    return {name: {"bf16": part["bytes"], "w4": part["w4_bytes"]} for name, part in parts.items()}
 
 
-def measure(weights: Weights) -> Sizes:
-    """The sizes of a loaded network."""
-    from redraft.weights import PackedExperts, iter_tensors, nbytes
-
-    experts = [layer.experts for layer in weights.layers]
-    expert_weights = sum(
-        2 * (e.gu_q.numel() + e.dn_q.numel()) if isinstance(e, PackedExperts) else e.gate_up.numel() + e.down.numel()
-        for e in experts
+def size_table(sizes: dict[str, dict[str, int]]) -> str:
+    """A line per part: packed beside BF16."""
+    return "\n".join(
+        f"{name:<7}  w4 {decimal(s['w4']):>9}  BF16 {decimal(s['bf16']):>9}  ({s['bf16'] / s['w4']:.2f}x smaller)"
+        for name, s in sizes.items()
     )
-    packed = isinstance(experts[0], PackedExperts)
-    expert_bytes = sum(map(nbytes, experts)) if packed else 2 * expert_weights
-    tensors = sum(t.numel() for _, t in iter_tensors(weights))
-    rest = 2 * (tensors - sum(t.numel() for e in experts for _, t in iter_tensors(e)))
-    return Sizes(2 * expert_weights, expert_bytes, 2 * expert_weights + rest, expert_bytes + rest)

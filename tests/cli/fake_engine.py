@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ import torch
 from redraft.config import DecodeSettings, check_seed
 from redraft.engine import Committed, Draft, Event, Prompt, Result
 from redraft.errors import UsageError
-from redraft.weights import DenseExperts, PackedExperts
 
 EOS = 1
 CANVAS = 16
@@ -32,7 +29,6 @@ class FakeEngine:
         self.weight_bytes = 1_500_000
         self.notes: list[str] = []
         self.batches: list[int] = []
-        self.model = SimpleNamespace(weights=fake_weights())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(t) for t in token_ids if t > EOS)
@@ -87,33 +83,3 @@ class FakeEngine:
             raise UsageError("the prompt is empty")
         if sum(map(len, texts)) > CONTEXT:
             raise UsageError(f"the prompt exceeds the context of {CONTEXT}")
-
-
-@dataclass
-class FakeLayer:
-    experts: PackedExperts | DenseExperts
-    router: torch.Tensor
-
-
-@dataclass
-class FakeWeights:
-    embed: torch.Tensor
-    layers: list[FakeLayer]
-
-
-def fake_weights(packed: bool = True) -> FakeWeights:
-    """One layer of 2 experts, hidden 8, intermediate 4, one group a row; 30 weights of other kinds, in fp32."""
-    half = torch.float16
-    experts = (
-        PackedExperts(
-            torch.zeros(2, 8, 4, dtype=torch.uint8),
-            torch.zeros(2, 8, 1, dtype=half),
-            torch.zeros(2, 8, 1, dtype=half),
-            torch.zeros(2, 8, 2, dtype=torch.uint8),
-            torch.zeros(2, 8, 1, dtype=half),
-            torch.zeros(2, 8, 1, dtype=half),
-        )
-        if packed
-        else DenseExperts(torch.zeros(2, 8, 8), torch.zeros(2, 8, 4))
-    )
-    return FakeWeights(torch.zeros(20), [FakeLayer(experts, torch.zeros(10))])

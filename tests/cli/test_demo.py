@@ -6,19 +6,21 @@ import json
 
 import pytest
 from cli.conftest import Run
-from cli.fake_engine import FakeEngine, fake_weights
+from cli.fake_engine import FakeEngine
 
-from redraft.cli.demo import DEMO_TASKS, Sizes, measure
+from redraft.cli.demo import DEMO_TASKS
 from redraft.demo.tasks import TASKS
 
 ITEMS = {name: TASKS[name].heldout_items(1)[0] for name in DEMO_TASKS}
+SIZES = {"experts": {"bf16": 8_000_000, "w4": 2_000_000}, "model": {"bf16": 10_000_000, "w4": 4_000_000}}
 ANSWERS = {item.prompt: item.answer for item in ITEMS.values()}
 
 
 @pytest.fixture
 def clever(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """Knows the answers of the demo's prompts, but for those in `wrong`."""
+    """Knows the answers of the demo's prompts."""
     monkeypatch.setattr(engine, "answer_to", lambda prompt: ANSWERS[prompt])
+    monkeypatch.setattr("redraft.cli.demo.sizes", lambda: SIZES)
     return engine
 
 
@@ -30,8 +32,8 @@ def test_three_correct_answers_and_the_sizes(run: Run, clever: FakeEngine) -> No
     assert lines.count("=> correct") == 3
     assert outcome.out.count(" tok/s · ") == 3
     assert lines[-2:] == [
-        "experts w4 224 bytes, BF16 384 bytes (1.71x)",
-        "model   w4 284 bytes, BF16 444 bytes (1.56x)",
+        "experts  w4    2.0 MB  BF16    8.0 MB  (4.00x smaller)",
+        "model    w4    4.0 MB  BF16   10.0 MB  (2.50x smaller)",
     ]
     assert "\x1b" not in outcome.out
 
@@ -53,11 +55,5 @@ def test_json_holds_answers_and_sizes(run: Run, clever: FakeEngine) -> None:
     assert [(a["task"], a["correct"], a["text"]) for a in value["answers"]] == [
         (name, True, item.answer) for name, item in ITEMS.items()
     ]
-    assert value["sizes"] == {"experts_bf16": 384, "experts": 224, "model_bf16": 444, "model": 284}
+    assert value["sizes"] == SIZES
     assert (value["model"], value["weights"]) == ("demo", "w4")
-
-
-def test_sizes_count_two_bytes_a_weight_outside_the_experts() -> None:
-    # Packed: 2*8*4 + 2*8*2 = 96 bytes of nibbles, 4 * 2*8 fp16 = 128 bytes of scales and zero points. Rest: 30 weights.
-    assert measure(fake_weights()) == Sizes(experts_bf16=384, experts=224, model_bf16=444, model=284)  # type: ignore[arg-type]
-    assert measure(fake_weights(packed=False)) == Sizes(384, 384, 444, 444)  # type: ignore[arg-type]
