@@ -36,6 +36,7 @@ class Record:
     correct: bool
     tokens: int
     forwards: int
+    tokens_per_forward: float  # padding inside an answer is no token here
     steps_per_canvas: list[int]
     finish_reason: str
     seconds: float
@@ -85,6 +86,7 @@ def evaluate(
                 correct=task.grade(item, result.text),
                 tokens=len(result.token_ids),
                 forwards=result.forwards,
+                tokens_per_forward=result.tokens_per_forward,
                 steps_per_canvas=list(result.steps_per_canvas),
                 finish_reason=result.finish_reason,
                 seconds=share,
@@ -108,7 +110,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "interval": list(wilson_interval(correct, len(records))),
         "tokens": tokens,
         "forwards": forwards,
-        "tokens_per_forward": tokens / forwards,
+        "tokens_per_forward": sum(r.tokens_per_forward * r.forwards for r in records) / forwards,
         "tokens_per_second": tokens / seconds,
         "steps_per_canvas": {
             "mean": sum(steps) / len(steps),

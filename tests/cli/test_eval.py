@@ -31,7 +31,7 @@ def test_report(run: Run, scholar: FakeEngine) -> None:
     assert (edit["items"], edit["correct"], edit["accuracy"]) == (4, 3, 0.75)
     assert edit["interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
     assert edit["tokens"] == sum(len(i.answer) + 1 for i in ITEMS) - len(ITEMS[2].answer) + 1
-    assert edit["tokens_per_forward"] == edit["tokens"] / edit["forwards"]
+    assert edit["tokens_per_forward"] == pytest.approx(edit["tokens"] / edit["forwards"])
     assert edit["steps_per_canvas"] == {"mean": 2.0, "p50": 2, "p90": 2}
     assert edit["cut_off"] == 0
     assert (report["seed"], report["limit"], report["batch_size"], report["reused_items"]) == (3, 4, 3, 0)

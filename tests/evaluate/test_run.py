@@ -41,7 +41,7 @@ ITEMS = [Item(str(n), f"You said: {n}", (n,)) for n in range(5)]
 def record(**changes: object) -> Record:
     base = {
         "id": "t/0", "task": "t", "prompt": "p", "answer": "a", "expected": "a", "correct": True, "tokens": 10,
-        "forwards": 4, "steps_per_canvas": [4], "finish_reason": "stop", "seconds": 2.0, "seed": 1,
+        "forwards": 4, "tokens_per_forward": 2.5, "steps_per_canvas": [4], "finish_reason": "stop", "seconds": 2.0, "seed": 1,
     }  # fmt: skip
     return Record(**{**base, **changes})  # type: ignore[arg-type]
 
@@ -81,12 +81,20 @@ def test_summary_values() -> None:
     summary = summarise(
         [
             record(),
-            record(correct=False, tokens=30, forwards=12, steps_per_canvas=[4, 8], seconds=3.0, finish_reason="length"),
+            record(
+                correct=False,
+                tokens=30,
+                forwards=12,
+                tokens_per_forward=2.0,
+                steps_per_canvas=[4, 8],
+                seconds=3.0,
+                finish_reason="length",
+            ),
         ]
     )
     assert summary["accuracy"] == 0.5
     assert summary["tokens_per_second"] == 8.0
-    assert summary["tokens_per_forward"] == 2.5
+    assert summary["tokens_per_forward"] == (10 + 24) / 16
     assert summary["steps_per_canvas"] == {"mean": pytest.approx(16 / 3), "p50": 4.0, "p90": pytest.approx(7.2)}
     assert summary["cut_off"] == 1
     assert summary["seconds"] == 5.0
