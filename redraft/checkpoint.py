@@ -1,23 +1,18 @@
 """Find, check and read checkpoints: transformers' BF16 directories and packed `dg-w4a16-v1` directories.
 
-Everything that can be known from names and headers is checked before a byte of weights is read. Tensors are then read
-layer by layer through a memory map and copied, so that one layer at most exists twice. Pickled files are never opened.
+Everything that can be known from names and headers is checked before a byte of weights is read. Weights are then read
+layer by layer into memory of their own. Pickled files are never opened.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from redraft.config import (
     WEIGHT_FORMATS,
@@ -29,14 +24,26 @@ from redraft.config import (
     read_json,
 )
 from redraft.errors import CheckpointError, UsageError
+from redraft.names import (
+    DECODER,
+    ENCODER,
+    VISION,
+    canonical_name,
+    expected_tensors,
+    expert_names,
+    layer_tensors,
+    packed_layer,
+    packed_name,
+    shared_tensors,
+)
 from redraft.quant import dg_w4a16
 from redraft.quant.rtn import quantize_experts
+from redraft.tensorfile import TensorInfo, file_sha256, holds_bytes_of, read_header, read_tensor, tensor_sha256
 from redraft.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Shape = tuple[int, ...]
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 StoredFormat = Literal["bf16", "dg-w4a16-v1"]
 
@@ -44,19 +51,6 @@ DEMO = Path(__file__).parent / "demo" / "checkpoint"
 INDEX = "model.safetensors.index.json"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
-DECODER = "model.decoder."
-ENCODER = "model.encoder.language_model."
-VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-
-_FLOATS = ("BF16", "F16", "F32")
-_ITEM_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
-}
-_PACKED = re.compile(rf"(?:.*\.)?layers\.(\d+)\.experts\.({'|'.join(dg_w4a16.PACKED_NAMES)})")
-_SCALAR = re.compile(r"layers\.\d+\.layer_scalar")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -96,147 +90,6 @@ def _download(hub_id: str) -> Path:
         ) from e
 
 
-def canonical_name(name: str) -> str:
-    """The one name under which Redraft knows a stored tensor.
-
-    Tied names fall together under `model.decoder.`: the encoder's copies, the head (`lm_head.weight`, the embedding
-    again), names without the leading `model.`, and packed experts under any prefix. Layer scalars of the encoder are
-    not tied and keep theirs. Unknown names come back unchanged.
-    """
-    if packed := _PACKED.fullmatch(name):
-        return f"{DECODER}layers.{int(packed[1])}.experts.{packed[2]}"
-    if name in ("lm_head.weight", "model.lm_head.weight"):
-        return f"{DECODER}embed_tokens.weight"
-    full = f"model.{name}" if name.startswith(("decoder.", "encoder.")) else name
-    rest = full.removeprefix(ENCODER)
-    return DECODER + rest if rest != full and not _SCALAR.fullmatch(rest) else full
-
-
-def part_of(name: str) -> str:
-    """The part of the network a canonical name belongs to, as reports call it."""
-    for part, pattern in _PARTS:
-        if pattern.search(name):
-            return part
-    return "other"
-
-
-_PARTS = [
-    (part, re.compile(pattern))
-    for part, pattern in (
-        ("vision", r"^model\.encoder\.(vision_tower|embed_vision)\."),
-        ("embedding", r"^model\.decoder\.embed_tokens\."),
-        ("self-conditioning", r"^model\.decoder\.self_conditioning\."),
-        ("experts", r"^model\.decoder\.layers\.\d+\.experts\."),
-        ("router", r"^model\.decoder\.layers\.\d+\.router\."),
-        ("norms", r"^model\.decoder\.(layers\.\d+\.(self_attn\.)?\w*norm\w*|norm)\.|\.layer_scalar$"),
-        ("attention", r"^model\.decoder\.layers\.\d+\.self_attn\."),
-        ("dense MLP", r"^model\.decoder\.layers\.\d+\.mlp\."),
-    )
-]
-PARTS = ("embedding", "attention", "dense MLP", "experts", "router", "norms", "self-conditioning", "vision", "other")
-
-
-def _layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[str, Shape]]:
-    """Field of LayerWeights -> (canonical name, shape), without the experts."""
-    layer, h, wide = config.layers[index], config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    table: dict[str, tuple[str, Shape]] = {
-        **{name: (f"{name}.weight", (h,)) for name in _LAYER_NORMS},
-        "q_proj": ("self_attn.q_proj.weight", (q, h)),
-        "k_proj": ("self_attn.k_proj.weight", (kv, h)),
-        "v_proj": ("self_attn.v_proj.weight", (kv, h)),
-        "o_proj": ("self_attn.o_proj.weight", (h, q)),
-        "q_norm": ("self_attn.q_norm.weight", (layer.head_dim,)),
-        "k_norm": ("self_attn.k_norm.weight", (layer.head_dim,)),
-        "gate_proj": ("mlp.gate_proj.weight", (wide, h)),
-        "up_proj": ("mlp.up_proj.weight", (wide, h)),
-        "down_proj": ("mlp.down_proj.weight", (h, wide)),
-        "router_proj": ("router.proj.weight", (config.num_experts, h)),
-        "router_scale": ("router.scale", (h,)),
-        "per_expert_scale": ("router.per_expert_scale", (config.num_experts,)),
-        "decoder_scalar": ("layer_scalar", (1,)),
-    }
-    if layer.kind == "full":
-        del table["v_proj"]  # V is made from k_proj's output
-    named = {key: (f"{DECODER}layers.{index}.{name}", shape) for key, (name, shape) in table.items()}
-    return {**named, "encoder_scalar": (f"{ENCODER}layers.{index}.layer_scalar", (1,))}
-
-
-_LAYER_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-    "post_feedforward_layernorm_1",
-    "pre_feedforward_layernorm_2",
-    "post_feedforward_layernorm_2",
-)
-
-
-def _shared_tensors(config: ModelConfig) -> dict[str, tuple[str, Shape]]:
-    """Field of Weights or SelfConditioningWeights -> (canonical name, shape)."""
-    h, wide = config.hidden_size, config.intermediate_size
-    inner = f"{DECODER}self_conditioning"
-    return {
-        "embed": (f"{DECODER}embed_tokens.weight", (config.vocab_size, h)),
-        "norm": (f"{DECODER}norm.weight", (h,)),
-        "pre_norm": (f"{inner}.pre_norm.weight", (h,)),
-        "gate_proj": (f"{inner}.gate_proj.weight", (wide, h)),
-        "up_proj": (f"{inner}.up_proj.weight", (wide, h)),
-        "down_proj": (f"{inner}.down_proj.weight", (h, wide)),
-    }
-
-
-def expert_names(layer: int) -> tuple[str, str]:
-    """Canonical names of one layer's unpacked experts: gate_up [E, 2I, H] and down [E, H, I]."""
-    prefix = f"{DECODER}layers.{layer}.experts"
-    return f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-
-
-def packed_name(layer: int, name: str) -> str:
-    """Canonical name of one of a layer's six packed tensors."""
-    return f"{DECODER}layers.{layer}.experts.{name}"
-
-
-def _expected(config: ModelConfig, spec: QuantSpec | None) -> dict[str, tuple[tuple[str, ...], Shape]]:
-    """Canonical name -> (dtypes accepted, shape) of the whole text network; experts packed when `spec` is given."""
-    tables = chain([_shared_tensors(config)], (_layer_tensors(config, i) for i in range(config.num_layers)))
-    expected: dict[str, tuple[tuple[str, ...], Shape]] = {
-        name: (_FLOATS, shape) for table in tables for name, shape in table.values()
-    }
-    e, h, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    for i in range(config.num_layers):
-        if spec is None:
-            gate_up, down = expert_names(i)
-            expected[gate_up] = (_FLOATS, (e, 2 * inner, h))
-            expected[down] = (_FLOATS, (e, h, inner))
-        else:
-            for name, (dtype, shape) in dg_w4a16.packed_shapes(config, spec).items():
-                expected[packed_name(i, name)] = ((dtype,), shape)
-    return expected
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as a file's header describes it. `dtype` is safetensors' spelling."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: Shape
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * _ITEM_BYTES[self.dtype]
-
-    def __str__(self) -> str:
-        return f"{self.file}: tensor {self.name}"
-
-
 @dataclass(frozen=True)
 class CheckpointFiles:
     """A checkpoint whose configuration and headers were read and found consistent; no weights are loaded.
@@ -254,9 +107,19 @@ class CheckpointFiles:
     extras: dict[str, TensorInfo]
     notes: list[str] = field(default_factory=list)
 
-    def reader(self) -> Reader:
-        """Open for reading; tensors are views of the files and must be copied before the reader closes."""
-        return Reader(self)
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by canonical name, on the CPU, dtype as stored.
+
+        Raises CheckpointError when it cannot be read, and when copies under tied names are not equal bit for bit.
+        """
+        if name in self.extras:
+            return read_tensor(self.extras[name])
+        first, *others = self.text[name]
+        tensor = read_tensor(first)
+        for other in others:
+            if other.dtype != first.dtype or not holds_bytes_of(other, tensor):
+                raise CheckpointError(f"{other} differs from {first.name}, to which the network ties it")
+        return tensor
 
 
 def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
@@ -342,35 +205,6 @@ def _indexed_files(path: Path) -> list[Path]:
     return [path / shard for shard in sorted(promised)]
 
 
-def read_header(file: Path) -> list[TensorInfo]:
-    """Names, dtypes and shapes of a safetensors file. Raises CheckpointError when it is damaged or cut short."""
-    try:
-        with safe_open(file, framework="pt") as f:
-            slices = ((name, f.get_slice(name)) for name in f.keys())  # noqa: SIM118 - not a dict
-            infos = [TensorInfo(name, file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices]
-    except (SafetensorError, OSError) as e:
-        cut = _first_cut_tensor(file)
-        place = f"cut short within tensor {cut}" if cut else "damaged, its header cannot be read"
-        raise CheckpointError(f"{file}: {place} ({e})") from None
-    for info in infos:
-        if info.dtype not in _ITEM_BYTES:
-            raise CheckpointError(f"{info} has dtype {info.dtype}, which Redraft does not know")
-    return infos
-
-
-def _first_cut_tensor(file: Path) -> str | None:
-    """The first tensor that reaches beyond the end of a file which safetensors refused, if its header is whole."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(min(length, size)))
-        spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-        return min((start, name) for name, (start, end) in spans.items() if 8 + length + end > size)[1]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]], dict[str, TensorInfo]]:
     """Split into the text network, tied names grouped with the decoder's own name first, and the rest."""
     text: dict[str, list[TensorInfo]] = {}
@@ -396,11 +230,11 @@ def _spec_of(path: Path, meta: dict[str, Any], config: ModelConfig, text: dict[s
 
 
 def _check_tensors(path: Path, config: ModelConfig, text: dict[str, list[TensorInfo]], spec: QuantSpec | None) -> None:
-    expected = _expected(config, spec)
+    expected = expected_tensors(config, spec)
     missing = [name for name in expected if name not in text]
     if missing:
-        packed = _PACKED.fullmatch(missing[0])
-        place = path / dg_w4a16.expert_file(int(packed[1])) if packed else path
+        layer = packed_layer(missing[0])
+        place = path if layer is None else path / dg_w4a16.expert_file(layer)
         more = f" ({len(missing) - 1} more are missing too)" if len(missing) > 1 else ""
         raise CheckpointError(f"{place}: tensor {missing[0]} is missing{more}")
     for name, places in text.items():
@@ -473,55 +307,13 @@ def _check_manifest_headers(path: Path, manifest: dict[str, Any], infos: list[Te
 
 def _check_manifest_hashes(files: CheckpointFiles, manifest: dict[str, Any], infos: list[TensorInfo]) -> None:
     for name, entry in manifest["files"].items():
-        if "sha256" in entry and dg_w4a16.file_sha256(files.path / name) != entry["sha256"]:
-            raise CheckpointError(
-                f"{files.path / name}: sha256 differs from {dg_w4a16.MANIFEST}; it was changed or damaged"
-            )
+        file = files.path / name
+        if "sha256" in entry and (not file.is_file() or file_sha256(file) != entry["sha256"]):
+            raise CheckpointError(f"{file}: changed, damaged or missing: its sha256 is not {dg_w4a16.MANIFEST}'s")
     for info in infos:
-        with files.reader() as read:
-            digest = dg_w4a16.tensor_sha256(read.stored(info))
+        digest = tensor_sha256(read_tensor(info))
         if digest != manifest["tensors"][info.name]["sha256"]:
             raise CheckpointError(f"{info} has another sha256 than {dg_w4a16.MANIFEST} recorded; the file is damaged")
-
-
-class Reader:
-    """Reads tensors by canonical name. A context manager: files stay mapped until it closes, so keep it short."""
-
-    def __init__(self, files: CheckpointFiles):
-        self._files = files
-        self._open: dict[Path, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._open.clear()
-        self._stack.close()
-
-    def __call__(self, name: str) -> torch.Tensor:
-        """A CPU view of the tensor, dtype as stored. Copies saved under a tied name must be equal bit for bit."""
-        if name in self._files.extras:
-            return self.stored(self._files.extras[name])
-        first, *others = self._files.text[name]
-        tensor = self.stored(first)
-        for other in others:
-            twin = self.stored(other)
-            if tensor.dtype != twin.dtype or not torch.equal(*map(dg_w4a16.tensor_bytes, (tensor, twin))):
-                raise CheckpointError(
-                    f"{other} differs from {first.name}, though the network ties them; Redraft needs one"
-                )
-        return tensor
-
-    def stored(self, info: TensorInfo) -> torch.Tensor:
-        """A CPU view of one stored tensor."""
-        try:
-            if info.file not in self._open:
-                self._open[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
-            tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{info} cannot be read ({e})") from None
-        return tensor
 
 
 @dataclass
@@ -561,12 +353,10 @@ def load_checkpoint(
     target = torch.device(device)
     layers = []
     for i in range(config.num_layers):
-        with files.reader() as read:
-            layers.append(_read_layer(read, files, i, spec, dtype, target))
+        layers.append(_read_layer(files, i, spec, dtype, target))
         if progress is not None:
             progress(i + 1, config.num_layers)
-    with files.reader() as read:
-        shared = {key: _copy(read(name), dtype, target) for key, (name, _) in _shared_tensors(config).items()}
+    shared = {key: files.read(name).to(target, dtype) for key, (name, _) in shared_tensors(config).items()}
     return Checkpoint(
         path=files.path,
         format=files.format,
@@ -613,29 +403,24 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _copy(view: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    # Always a copy: a view would follow whatever is later done to the file, and end the process if it is cut short.
-    return view.to(device=device, dtype=dtype, copy=True)
-
-
 def _read_layer(
-    read: Reader, files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
+    files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
 ) -> LayerWeights:
     plain: dict[str, torch.Tensor | None] = {"v_proj": None}
-    for key, (name, _) in _layer_tensors(files.config, index).items():
-        plain[key] = _copy(read(name), dtype, device)
-    experts = _read_experts(read, files, index, spec, dtype, device)
-    return LayerWeights(**plain, experts=experts)  # type: ignore[arg-type]
+    for key, (name, _) in layer_tensors(files.config, index).items():
+        plain[key] = files.read(name).to(device, dtype)
+    return LayerWeights(**plain, experts=_read_experts(files, index, spec, dtype, device))  # type: ignore[arg-type]
 
 
 def _read_experts(
-    read: Reader, files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
+    files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
 ) -> DenseExperts | PackedExperts:
     if files.spec is not None:
-        return PackedExperts(*(_copy(read(packed_name(index, n)), None, device) for n in dg_w4a16.PACKED_NAMES))
-    gate_up, down = (read(name) for name in expert_names(index))
+        return PackedExperts(*(files.read(packed_name(index, name)).to(device) for name in dg_w4a16.PACKED_NAMES))
+    names = expert_names(index)
     if spec is None:
-        return DenseExperts(_copy(gate_up, dtype, device), _copy(down, dtype, device))
+        return DenseExperts(*(files.read(name).to(device, dtype) for name in names))
+    gate_up, down = map(files.read, names)
     return quantize_experts(gate_up, down, spec, where=expert_place(files, index), device=device)
 
 

@@ -86,7 +86,7 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
 
 def _parts(files: CheckpointFiles, spec: QuantSpec | None) -> dict[str, dict[str, Any]]:
     """Per part: tensors (tied ones once), parameters, bytes as stored and in W4."""
-    from redraft.checkpoint import PARTS, part_of
+    from redraft.names import PARTS, part_of
     from redraft.quant.dg_w4a16 import packed_bytes
 
     parts: dict[str, dict[str, Any]] = {}

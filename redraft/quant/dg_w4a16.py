@@ -1,4 +1,4 @@
-"""The file format `dg-w4a16-v1`: names, shapes, `w4_meta.json` and hashes. docs/format.md is its description.
+"""The file format `dg-w4a16-v1`: names, shapes and `w4_meta.json`. docs/format.md is its description.
 
 A directory holds config.json, generation_config.json, tokenizer files, `w4_meta.json`, every non-expert tensor in
 `model*.safetensors` and one `experts_NNN.safetensors` a layer. `manifest.json` is Redraft's addition: other writers'
@@ -7,7 +7,6 @@ directories lack it and are read all the same.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,19 +81,3 @@ def infer_spec(path: Path, meta: Mapping[str, Any], config: ModelConfig, gu_s: S
         return QuantSpec(**groups)
     except UsageError as e:
         raise CheckpointError(f"{path}: {e}") from None
-
-
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The raw bytes of a contiguous CPU tensor, uint8 [nbytes], without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """Hex digest over the tensor's raw bytes, as they lie in a safetensors file."""
-    return hashlib.sha256(tensor_bytes(tensor).numpy().data).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -14,30 +14,18 @@ import torch
 from safetensors.torch import save_file
 
 from redraft import __version__
-from redraft.checkpoint import (
-    INDEX,
-    PARTS,
-    CheckpointFiles,
-    Progress,
-    Reader,
-    TensorInfo,
-    expert_names,
-    expert_place,
-    find_checkpoint,
-    open_checkpoint,
-    packed_name,
-    part_of,
-    read_header,
-)
+from redraft.checkpoint import INDEX, CheckpointFiles, Progress, expert_place, find_checkpoint, open_checkpoint
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
+from redraft.names import PARTS, expert_names, packed_name, part_of
 from redraft.quant import dg_w4a16
 from redraft.quant.report import REASONS, Kept, QuantReport, TensorError, tensor_error
 from redraft.quant.rtn import quantize_experts
 from redraft.quant.workdir import WorkDir, restore_replaced, write_json
+from redraft.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
 from redraft.weights import iter_tensors
 
-SHARD_BYTES = 4_000_000_000
+SHARD_BYTES = 2_000_000_000  # also what is held in memory while it is written; one layer of BF16 experts is 1.5 GB
 REPORT = "quant_report.json"
 SIDE_FILES = (
     "config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja",
@@ -151,22 +139,21 @@ def _fingerprint(source: CheckpointFiles, spec: QuantSpec) -> str:
 def _write_unit(work: WorkDir, source: CheckpointFiles, spec: QuantSpec, unit: _Unit, device: torch.device) -> None:
     errors: list[TensorError] = []
     path = work.path / unit.file
-    with source.reader() as read:
-        if unit.layer is None:
-            tensors = {name: read(name) for name in unit.names}
-        else:
-            tensors, errors = _pack_layer(read, source, spec, unit.layer, device)
-        with work.writing():
-            save_file(tensors, path, metadata={"format": "pt"})
-        entries = {info.name: _entry(info, tensors[info.name]) for info in read_header(path)}
+    if unit.layer is None:
+        tensors = {name: source.read(name) for name in unit.names}
+    else:
+        tensors, errors = _pack_layer(source, spec, unit.layer, device)
+    with work.writing():
+        save_file(tensors, path, metadata={"format": "pt"})
+    entries = {info.name: _entry(info, tensors[info.name]) for info in read_header(path)}
     work.record(unit.file, {"tensors": entries, "errors": [dataclasses.asdict(e) for e in errors]})
 
 
 def _pack_layer(
-    read: Reader, source: CheckpointFiles, spec: QuantSpec, layer: int, device: torch.device
+    source: CheckpointFiles, spec: QuantSpec, layer: int, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[TensorError]]:
     names = expert_names(layer)
-    gate_up, down = map(read, names)
+    gate_up, down = map(source.read, names)
     packed = quantize_experts(gate_up, down, spec, where=expert_place(source, layer), device=device)
     errors = [
         tensor_error(names[0], gate_up, packed.gu_q, packed.gu_s, packed.gu_z),
@@ -177,7 +164,7 @@ def _pack_layer(
 
 def _entry(info: TensorInfo, tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor's line in the manifest."""
-    digest = dg_w4a16.tensor_sha256(tensor)
+    digest = tensor_sha256(tensor)
     return {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape), "sha256": digest}
 
 
@@ -210,16 +197,17 @@ def _write_side_files(source: CheckpointFiles, report: QuantReport, work: WorkDi
     copied = {file.name for file in _side_files(source)}
     for name in copied:
         shutil.copyfile(source.path / name, work.path / name)
-    tensors = {name: entry for record in work.records.values() for name, entry in record["tensors"].items()}
+    records = sorted(work.records.items())  # a resumed run may have finished them in another order
+    tensors = {name: entry for _, record in records for name, entry in record["tensors"].items()}
     written = {dg_w4a16.META: _meta(report), REPORT: report.to_dict()}
     if "model.safetensors" not in work.records:
         written[INDEX] = _index(tensors, report)
     for name, content in written.items():
         write_json(work.path / name, content)
-    files: dict[str, dict[str, Any]] = {file: {"bytes": record["bytes"]} for file, record in work.records.items()}
+    files: dict[str, dict[str, Any]] = {file: {"bytes": record["bytes"]} for file, record in records}
     for name in sorted(copied | written.keys()):
         path = work.path / name
-        files[name] = {"bytes": path.stat().st_size, "sha256": dg_w4a16.file_sha256(path)}
+        files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     write_json(work.path / dg_w4a16.MANIFEST, {"files": files, "tensors": tensors})
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.dg_w4a16 import file_sha256
+from redraft.tensorfile import file_sha256
 
 PROGRESS = "progress.json"
 LOCK = "lock"

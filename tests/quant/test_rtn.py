@@ -43,7 +43,7 @@ def test_groups_do_not_see_each_other():
 
 def test_q_is_computed_from_the_stored_scale():
     # 1/15 is not an fp16 number: with the unrounded scale 0.5 * 15 = 7.5 is a tie, with the stored one it is below.
-    packed, scale, zero = quantize_rows(torch.tensor([[0.0, 1.0, 0.5, 0.5]]), 4)
+    packed, scale, _ = quantize_rows(torch.tensor([[0.0, 1.0, 0.5, 0.5]]), 4)
     stored = scale.float().item()
     assert stored > 1 / 15
     assert unpack_nibbles(packed).tolist() == [[0, 15, round(0.5 / stored), round(0.5 / stored)]]
