@@ -56,15 +56,20 @@ def error_console() -> Console:
     return Console(stderr=True, force_terminal=sys.stderr.isatty())
 
 
-def answer(engine: Engine, prompt: Prompt, seed: int, settings: dict[str, Any], quiet: bool = False) -> Result:
-    """Answer and print the answer: drawn live on a terminal, plain into a pipe, not at all if `quiet`."""
+def answer(
+    engine: Engine, prompt: Prompt, seed: int, settings: dict[str, Any], quiet: bool = False, pace: float = 0.0
+) -> Result:
+    """Answer and print the answer: drawn live on a terminal, plain into a pipe, not at all if `quiet`.
+
+    pace: seconds that each pass stays on the terminal at least.
+    """
     console = output_console()
     with quiet_libraries():
         if quiet or not console.is_terminal or console.is_dumb_terminal:
             result = engine.generate(prompt, seed=seed, **settings)
         else:
             view = DraftView(engine.decode, engine.settings.eos_token_ids)
-            result = show_live(engine.stream(prompt, seed=seed, **settings), view, console)
+            result = show_live(engine.stream(prompt, seed=seed, **settings), view, console, pace)
     if not quiet:
         print(printable(result.text) if console.is_terminal else result.text, flush=True)
     return result

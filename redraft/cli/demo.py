@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # The first held-out item of each: prompts that training has never seen, the same on every machine.
 DEMO_TASKS = ("arithmetic", "edit", "code")
+PACE = 0.15  # seconds a pass; the bundled model is too fast to watch
 
 
 def command(
@@ -48,7 +49,7 @@ def _answer(engine: Engine, name: str, seed: int, settings: dict[str, Any], quie
     item = TASKS[name].heldout_items(1)[0]
     if not quiet:
         print(f"[{name}] {item.prompt}", flush=True)
-    result = answer(engine, item.prompt, seed, settings, quiet)
+    result = answer(engine, item.prompt, seed, settings, quiet, PACE)
     correct = TASKS[name].grade(item, result.text)
     if not quiet:
         print("=> correct" if correct else f"=> incorrect, expected:\n{item.answer}")

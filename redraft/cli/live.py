@@ -6,6 +6,7 @@ accepted for the first time are bold, accepted ones normal, open ones dim.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -97,21 +98,36 @@ def _style(accepted: bool, before: bool) -> str:
     return "" if before else "bold"
 
 
-def show_live(events: Iterable[Draft | Committed | Result], view: DraftView, console: Console) -> Result:
-    """Draw the events as they come, wipe the drawing and return the result, the last of them."""
+def show_live(
+    events: Iterable[Draft | Committed | Result], view: DraftView, console: Console, pace: float = 0.0
+) -> Result:
+    """Draw the events as they come, wipe the drawing and return the result, the last of them.
+
+    pace: seconds that each draft stays at least. Time spent here is taken out of the result's figures.
+    """
     from redraft.engine import Committed, Draft
 
-    drawn = 0.0
+    drawn = held = 0.0
     # No refresh thread: a frame is drawn between two passes, and Ctrl-C finds the terminal in order.
     with Live(view, console=console, auto_refresh=False, transient=True) as live:
         for event in events:
+            began = time.perf_counter()
             if isinstance(event, Draft):
                 view.draft(event)
             elif isinstance(event, Committed):
                 view.commit(event)
             else:
-                return event
-            if time.monotonic() - drawn >= FRAME_SECONDS:
+                return _without(event, held)
+            if began - drawn >= FRAME_SECONDS:
                 live.refresh()
-                drawn = time.monotonic()
+                drawn = began
+            if isinstance(event, Draft):
+                time.sleep(pace)
+            held += time.perf_counter() - began
     raise RuntimeError("the engine's stream ended without a result")
+
+
+def _without(result: Result, held: float) -> Result:
+    """The result as if nobody had watched: the engine waits while a draft is drawn, and that is not its speed."""
+    seconds = result.seconds - held
+    return dataclasses.replace(result, seconds=seconds, tokens_per_second=len(result.token_ids) / seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class FakeEngine:
         check_seed(seed)
         self._check(prompt)
         self.prompts.append(prompt)
+        start = time.perf_counter()
         if self.failure is not None:
             raise self.failure
         tokens = [*map(ord, self.answer_to(prompt)), EOS]
@@ -62,6 +64,7 @@ class FakeEngine:
             yield Draft(index, 2, canvas, [True] * len(canvas), 0.0)
             yield Committed(index, 2, canvas, self.decode(canvas))
         forwards = 2 * len(canvases)
+        seconds = 0.5 + time.perf_counter() - start
         yield Result(
             text=self.decode(tokens),
             token_ids=tokens,
@@ -70,8 +73,8 @@ class FakeEngine:
             canvases=len(canvases),
             tokens_per_forward=len(tokens) / forwards,
             steps_per_canvas=[2] * len(canvases),
-            seconds=0.5,
-            tokens_per_second=2.0 * len(tokens),
+            seconds=seconds,
+            tokens_per_second=len(tokens) / seconds,
             finish_reason=finish,
             seed=seed,
             peak_memory_bytes=1000,

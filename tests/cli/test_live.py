@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from cli.fake_engine import EOS, FakeEngine
@@ -108,6 +109,14 @@ def test_show_live_returns_the_result_and_leaves_the_terminal_as_it_was(monkeypa
     assert "You said: a long\x1b[1m question indeed\x1b[0m" in drawn
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("question")  # the cursor is back
     assert drawn.endswith("\x1b[1A\x1b[2K")  # and the last line is wiped
+
+
+def test_watching_slowly_does_not_slow_the_figures() -> None:
+    began = time.perf_counter()
+    result = show_live(ENGINE.stream("hi"), new_view(), terminal(), pace=0.2)
+    assert time.perf_counter() - began >= 0.4  # two drafts
+    assert result.seconds == pytest.approx(0.5, abs=0.02)
+    assert result.tokens_per_second == len(result.token_ids) / result.seconds
 
 
 def test_the_cursor_comes_back_after_ctrl_c() -> None:

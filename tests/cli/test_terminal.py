@@ -26,8 +26,8 @@ class Slow(FakeEngine):
         for event in super().stream(*args, **kwargs):
             time.sleep(0.06)
             yield event
-            if "wait" in str(args):
-                time.sleep(30)
+            for _ in range(3000 if "wait" in str(args) else 0):
+                time.sleep(0.01)
 
 redraft.load = lambda model, **options: Slow()
 sys.exit(main(sys.argv[1:]))
@@ -57,6 +57,14 @@ class Terminal:
             assert ready, f"{text!r} is not in {self.seen[self.mark :]!r}"
             self.seen += os.read(self.fd, 4096).decode()
         self.mark = at + len(text)
+
+    def interrupt_until(self, text: str) -> None:
+        """Press Ctrl-C until the program says `text`: one that arrives just before a blocking call waits behind it."""
+        for _ in range(20):
+            self.process.send_signal(signal.SIGINT)
+            if select.select([self.fd], [], [], 1.0)[0]:
+                return self.until(text)
+        raise AssertionError(f"no answer to Ctrl-C after {self.seen[self.mark :]!r}")
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -99,10 +107,9 @@ def test_generate_draws_then_prints_answer_and_figures(terminal: Start) -> None:
     assert "\x1b[2m????????????????\x1b[0m" in seen
     assert "\x1b[1mYou said: hello\x1b[0m" in seen
     assert "\x1b[2KYou said: hello\r\n" in seen
-    assert (
-        "16 tokens · 2 forwards · 8.0 tokens/forward · 32 tok/s · steps per canvas 2 · seed 0 · w4 weights 1.5 MB"
-        in (seen.replace("\r\n", " "))
-    )
+    figures = seen.replace("\r\n", " ")
+    assert "16 tokens · 2 forwards · 8.0 tokens/forward · " in figures
+    assert " tok/s · steps per canvas 2 · seed 0 · w4 weights 1.5 MB" in figures
 
 
 def test_a_dumb_terminal_gets_no_escape_codes(terminal: Start) -> None:
@@ -123,11 +130,9 @@ def test_chat_lives_through_ctrl_c_and_ends_with_ctrl_d(terminal: Start) -> None
     t.until("> ")
     t.type("wait\n")
     t.until("pass 1")
-    t.process.send_signal(signal.SIGINT)
-    t.until("(stopped; this turn is forgotten)")
+    t.interrupt_until("(stopped; this turn is forgotten)")
     t.until("> ")
-    t.process.send_signal(signal.SIGINT)
-    t.until("(/exit or Ctrl-D ends the chat)")
+    t.interrupt_until("(/exit or Ctrl-D ends the chat)")
     t.type("hi\n")
     t.until("w4 weights")
     t.until("> ")

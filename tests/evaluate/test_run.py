@@ -41,7 +41,8 @@ ITEMS = [Item(str(n), f"You said: {n}", (n,)) for n in range(5)]
 def record(**changes: object) -> Record:
     base = {
         "id": "t/0", "task": "t", "prompt": "p", "answer": "a", "expected": "a", "correct": True, "tokens": 10,
-        "forwards": 4, "tokens_per_forward": 2.5, "steps_per_canvas": [4], "finish_reason": "stop", "seconds": 2.0, "seed": 1,
+        "forwards": 4, "tokens_per_forward": 2.5, "steps_per_canvas": [4], "finish_reason": "stop", "seconds": 2.0,
+        "seed": 1,
     }  # fmt: skip
     return Record(**{**base, **changes})  # type: ignore[arg-type]
 
