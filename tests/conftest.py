@@ -12,6 +12,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+# Before triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(2)

@@ -1,0 +1,21 @@
+"""What the Triton kernels share: when they run, and the few operations that differ in Triton's interpreter.
+
+The interpreter (TRITON_INTERPRET=1, set before the first import) runs the same kernels on a CPU for tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def dot(a, b):
+    """fp32 a @ b of two tiles. The interpreter computes BF16 products wrongly, so there both are widened first."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b)
