@@ -13,7 +13,7 @@ Three choices, measured on 4096 x 2816 BF16 matrices (SQNR in dB, groups of 128 
   nearest gains 0.003 dB and loses the bound; for ranges near fp16's smallest number it loses a third of the range.
 - q comes from the *stored* fp16 s and z, so rounding those costs nothing twice.
 
-Every step is one correctly rounded fp32 operation, so a GPU and a CPU give the same bits.
+Every step is one correctly rounded fp32 operation, so that a GPU and a CPU give the same bits.
 """
 
 from __future__ import annotations

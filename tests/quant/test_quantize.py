@@ -319,6 +319,7 @@ class TestDisk:
         self, tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
     ):
         target = tmp_path / "w4"
+        monkeypatch.setattr(module, "_SPARE_BYTES", 0)
 
         def save(tensors, path, metadata):
             if path.name == FILES[2]:
@@ -333,11 +334,17 @@ class TestDisk:
         message = str(caught.value)
         assert message.startswith(f"{target}: the disk is too small: ") and "\n" not in message
         assert "2 finished files are kept in .w4.partial" in message
-        kept = sum(t.nbytes for f in FILES[2:] for t in load_file(whole / f).values())
-        needed = int(message.split("small: ")[1].split(" more bytes")[0].replace(",", ""))
-        assert kept < needed < kept + (2 << 20)
+        still = sum(t.nbytes for f in FILES[2:] for t in load_file(whole / f).values())
+        side = sum(f.stat().st_size for f in tiny_dir.iterdir() if f.suffix in (".json", ".jinja"))
+        assert f"{still + side:,} more bytes are needed" in message
         assert not target.exists()
         assert not (partial_path(target) / FILES[2]).exists(), "what fills the disk should be gone"
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
+            with pytest.raises(
+                CheckpointError, match=f"{still + side:,} more bytes are needed, 5 are free; 2 finished"
+            ):
+                quantize(tiny_dir, target, SPEC)
         quantize(tiny_dir, target, SPEC)
         assert contents(target) == contents(whole)
 
