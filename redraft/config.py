@@ -140,7 +140,8 @@ def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         "head_dim": text.get("global_head_dim") or 512,
         "num_key_value_heads": text.get("num_global_key_value_heads") or kv_heads,
     }
-    overrides = text.get("per_layer_config") or {}
+    # Keys are layer types or layer numbers, which transformers pads with zeros from ten layers on.
+    overrides = {int(k) if str(k).isdigit() else k: v for k, v in (text.get("per_layer_config") or {}).items()}
     ropes = text.get("rope_parameters") or {}
     layers = []
     for i, name in enumerate(types):
@@ -150,7 +151,7 @@ def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         base = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
         if full and not overrides:
             base = full_default
-        base = {**base, **(overrides.get(str(i)) or overrides.get(name) or {})}
+        base = {**base, **(overrides.get(i) or overrides.get(name) or {})}
         theta, partial = _rope(ropes.get(name), full)
         layers.append(
             LayerConfig(
@@ -283,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: file is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")

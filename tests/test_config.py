@@ -7,7 +7,7 @@ import copy
 import pytest
 from tiny import tiny_config
 
-from redraft.config import DecodeSettings, ModelConfig, QuantSpec, check_seed
+from redraft.config import DecodeSettings, ModelConfig, QuantSpec, check_seed, read_json
 from redraft.errors import CheckpointError, UsageError
 
 
@@ -32,6 +32,23 @@ def test_older_spelling_of_full_layers(raw):
     raw["text_config"].pop("per_layer_config")
     raw["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
     assert ModelConfig.from_dict(raw) == new
+
+
+def test_layer_numbers_padded_with_zeros(tmp_path):
+    """transformers writes "05" for layer 5 of a model of ten or more layers."""
+    tiny_config(num_hidden_layers=12, layer_types=None).save_pretrained(tmp_path)
+    saved = read_json(tmp_path / "config.json")
+    config = ModelConfig.from_dict(saved)
+    assert [i for i, layer in enumerate(config.layers) if layer.kind == "full"] == [5, 11]
+    assert [layer.head_dim for layer in config.layers] == [16 if i in (5, 11) else 8 for i in range(12)]
+
+
+def test_unreadable_json_is_one_error(tmp_path):
+    for content in (b"{", b"[1]", b"\xff\xfe", b"[" * 100_000):
+        path = tmp_path / "config.json"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="config"):
+            read_json(path)
 
 
 @pytest.mark.parametrize(
