@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from redraft.engine import Engine
+    from redraft.quant.report import QuantReport
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "load", "quantize"]
@@ -57,3 +58,23 @@ def load(
         progress=progress,
     )
     return Engine(checkpoint, load_tokenizer(path), tier)
+
+
+def quantize(
+    src: str | Path,
+    dst: str | Path,
+    spec: QuantSpec | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    device: str | None = None,
+) -> QuantReport:
+    """Pack the experts of a BF16 checkpoint (directory or hub id) into a `dg-w4a16-v1` directory at `dst`.
+
+    spec: group sizes, by default the published ones. Works layer by layer; called again after an interruption it goes
+    on with the next layer. `dst` appears only when it is complete. Raises CheckpointError, UsageError or RedraftError.
+    """
+    from redraft.device import pick_device
+    from redraft.quant.quantize import quantize as run
+
+    return run(src, dst, spec, overwrite=overwrite, progress=progress, device=pick_device(device or "cpu"))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from redraft.config import QuantSpec
+
 
 @dataclass
 class DenseExperts:
@@ -39,6 +41,21 @@ class PackedExperts:
     dn_q: torch.Tensor
     dn_s: torch.Tensor
     dn_z: torch.Tensor
+
+
+@dataclass
+class RepackedExperts:
+    """Packed experts in the layout of the GPU kernels (`kernels/experts.py`), with as many bytes as PackedExperts.
+
+    *_words int16 [E, row tiles, k blocks, tile rows, k block / 4], four nibbles a word; *_scales int32 [E, row tiles,
+    groups, tile rows], the fp16 scale in the low half and the fp16 zero point in the high half.
+    """
+
+    gate_up_words: torch.Tensor
+    gate_up_scales: torch.Tensor
+    down_words: torch.Tensor
+    down_scales: torch.Tensor
+    spec: QuantSpec
 
 
 @dataclass

@@ -1,17 +1,33 @@
 """Routed experts: y[t] = sum over slots k of w[t, k] * down_e(gelu(gate_e(x[t])) * up_e(x[t])), e = experts[t, k].
 
 The sum runs over a token's slots in their routed order, never in order of arrival, so it is the same from run to run.
-Packed experts are dequantised one at a time: the BF16 experts of a layer never exist together.
+
+`run_experts` is the specification: plain torch, packed experts dequantised one at a time, so that the BF16 experts of a
+layer never exist together. On a GPU, packed experts are first put into the layout of the kernels (`repack`), and two
+grouped matrix products run per layer:
+
+* Rows that visit the same expert stand next to each other ("slots", `kernels/slots.py`) and are cut into tiles.
+* Weights are the left operand of the tensor cores. One 16-bit word holds four nibbles of one weight row; masking a
+  nibble into the low mantissa bits of the BF16 number 128 gives 128 + q exactly, without an integer conversion.
+* Scale and zero act on the accumulator, once per group: acc += s * dot(128 + q, x) - s * (128 + z) * sum(x).
+* Gate and up rows alternate in blocks of 8, so both halves of a pair sit in one thread: the activation moves no data.
+  A gate/up tile covers one group of the down projection and writes the sums that its zero points need.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
+from redraft.config import ModelConfig, QuantSpec
+from redraft.kernels.launch import INTERPRET, dot
 from redraft.kernels.mlp import gated
-from redraft.quant.packing import dequantize
-from redraft.weights import DenseExperts, PackedExperts
+from redraft.quant.packing import dequantize, unpack_nibbles
+from redraft.weights import DenseExperts, PackedExperts, RepackedExperts
 
 
 def run_experts(
@@ -44,3 +60,363 @@ def _expert(x: torch.Tensor, experts: DenseExperts | PackedExperts, e: int) -> t
         down = dequantize(experts.dn_q[e], experts.dn_s[e], experts.dn_z[e], x.dtype)
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     return F.linear(gated(gate, up), down)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Settings of one grouped product: weight rows a program, k a step (one or two groups), stages, warps."""
+
+    rows: int
+    k_block: int
+    stages: int
+    warps: int
+
+
+# Measured on an H200 at 256 rows (docs/log.md): 4 warps, since more halve the work a warp has between two waits.
+GATE_UP_TILE = GemmTile(rows=128, k_block=256, stages=3, warps=4)
+DOWN_TILE = GemmTile(rows=128, k_block=64, stages=4, warps=4)
+
+
+def tile_rows(rows: int, top_k: int, num_experts: int) -> int:
+    """Token rows a tile for a pass of `rows` rows: twice the mean per expert, within what an accumulator can hold."""
+    mean = rows * top_k / num_experts
+    return max(32, min(128, triton.next_power_of_2(int(2 * mean))))
+
+
+def gemm_tiles(config: ModelConfig, spec: QuantSpec) -> tuple[GemmTile, GemmTile] | None:
+    """Settings for the gate/up and down products of these shapes, or None where the kernels do not cover them."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    rows = 2 * spec.group_down  # a gate/up tile is one group of down
+    pair = 2 * spec.group_gate_up
+    gate_up = GemmTile(
+        rows, pair if hidden % pair == 0 else spec.group_gate_up, GATE_UP_TILE.stages, GATE_UP_TILE.warps
+    )
+    down = GemmTile(min(128, hidden), spec.group_down, DOWN_TILE.stages, DOWN_TILE.warps)
+    powers = all(n & (n - 1) == 0 for n in (spec.group_gate_up, spec.group_down, down.rows))
+    fits = 2 * inner % rows == 0 and hidden % down.rows == 0
+    large = spec.group_down >= 32 and spec.group_gate_up >= 32
+    return (gate_up, down) if powers and fits and large else None
+
+
+def repack(packed: PackedExperts, config: ModelConfig, spec: QuantSpec) -> RepackedExperts:
+    """Packed experts in the layout of the kernels, with as many bytes. The shapes must be covered by `gemm_tiles`."""
+    tiles = gemm_tiles(config, spec)
+    assert tiles is not None, "gemm_tiles covers these shapes"
+    gate_up, down = tiles
+    order = _gate_up_order(config.moe_intermediate_size, packed.gu_q.device)
+    return RepackedExperts(
+        gate_up_words=_words(packed.gu_q[:, order], gate_up),
+        gate_up_scales=_scales(packed.gu_s[:, order], packed.gu_z[:, order], gate_up),
+        down_words=_words(packed.dn_q, down),
+        down_scales=_scales(packed.dn_s, packed.dn_z, down),
+        spec=spec,
+    )
+
+
+def _gate_up_order(inner: int, device: torch.device) -> torch.Tensor:
+    """Row order of gate_up that puts 8 gate rows and their 8 up rows next to each other."""
+    block = torch.arange(inner, device=device).view(-1, 1, 8)
+    return torch.cat((block, block + inner), dim=1).flatten()
+
+
+def _words(packed: torch.Tensor, tile: GemmTile) -> torch.Tensor:
+    """uint8 [E, R, K/2] -> int16 [E, R/rows, K/k_block, rows, k_block/4].
+
+    Nibble j of word c in a block is k = j * k_block/4 + c: the same nibble of all words is a contiguous quarter.
+    """
+    quarters = unpack_nibbles(packed).unflatten(-1, (-1, 4, tile.k_block // 4)).unflatten(1, (-1, tile.rows))
+    words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
+    for j in range(4):
+        words |= quarters[..., j, :].to(torch.int32) << (4 * j)
+    return words.to(torch.int16).transpose(2, 3).contiguous()
+
+
+def _scales(scale: torch.Tensor, zero: torch.Tensor, tile: GemmTile) -> torch.Tensor:
+    """fp16 [E, R, G] twice -> int32 [E, R/rows, G, rows]: scale in the low half, zero point in the high half."""
+    both = torch.stack((scale, zero), dim=-1).unflatten(1, (-1, tile.rows)).transpose(2, 3).contiguous()
+    return both.view(torch.int32).squeeze(-1)
+
+
+@triton.jit
+def _unpack(words):
+    """int16 words -> four BF16 tiles 128 + q, nibble 0 to 3."""
+    if INTERPRET:
+        a0 = ((words & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
+        a1 = (((words >> 4) & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
+        a2 = (((words >> 8) & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
+        a3 = (((words >> 12) & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return a0, a1, a2, a3
+    # Two words at a time: one shift and one three-input logic operation per pair of weights.
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, c;
+        shr.u32 a, $4, 4; shr.u32 b, $4, 8; shr.u32 c, $4, 12;
+        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea; }""",
+        "=r,=r,=r,=r,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _add_group(acc, weights, x, x_sums, scales):
+    """acc += s * dot(128 + q, x) - s * (128 + z) * sum(x). Two statements, so that each is one fused multiply-add."""
+    product = dot(weights, x)
+    scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = ((scales >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    acc += scale[:, None] * product
+    acc += (-scale * (zero + 128.0))[:, None] * x_sums[None, :]
+    return acc
+
+
+@triton.jit
+def _accumulate(
+    x_rows,
+    valid,
+    sum_rows,
+    words_ptr,
+    scales_ptr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile: BLOCK_M weight rows times BLOCK_N token rows over all of K, in fp32."""
+    COLS: tl.constexpr = BLOCK_K // 4
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    offs_m = tl.arange(0, BLOCK_M)
+    word_ptrs = words_ptr + offs_m[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    x_ptrs = x_rows[None, :] + tl.arange(0, GROUP)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in tl.range(0, K // BLOCK_K, num_stages=STAGES):
+        a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + block * (BLOCK_M * COLS)))
+        # Joining the quarters along K only renames registers: no data moves.
+        if GROUPS == 1:
+            weights = tl.join(tl.join(a0, a2), tl.join(a1, a3)).permute(0, 2, 3, 1).reshape(BLOCK_M, BLOCK_K)
+        else:
+            weights = tl.join(a0, a1).permute(0, 2, 1).reshape(BLOCK_M, GROUP)
+        for i in tl.static_range(GROUPS):
+            group = block * GROUPS + i
+            scales = tl.load(scales_ptr + group * BLOCK_M + offs_m)
+            x_sums = tl.load(sum_rows + group, mask=valid, other=0.0)
+            x = tl.load(x_ptrs + group * GROUP, mask=valid[None, :], other=0.0)
+            acc = _add_group(acc, weights, x, x_sums, scales)
+            if GROUPS == 2:
+                weights = tl.join(a2, a3).permute(0, 2, 1).reshape(BLOCK_M, GROUP)
+    return acc
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr,
+    x_sums_ptr,
+    words_ptr,
+    scales_ptr,
+    row_of_ptr,
+    out_ptr,
+    out_sums_ptr,
+    expert,
+    pid_m,
+    start,
+    end,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    TILES: tl.constexpr = 2 * INNER // BLOCK_M
+    HALF: tl.constexpr = BLOCK_M // 2
+    slots = start + tl.arange(0, BLOCK_N)
+    valid = slots < end
+    rows = tl.load(row_of_ptr + slots, mask=valid, other=0)
+    tile = (expert * TILES + pid_m).to(tl.int64)
+    acc = _accumulate(
+        x_ptr + rows.to(tl.int64) * H,
+        valid,
+        x_sums_ptr + rows * (H // GROUP),
+        words_ptr + tile * (BLOCK_M * H // 4),
+        scales_ptr + tile * (BLOCK_M * (H // GROUP)),
+        H,
+        GROUP,
+        BLOCK_K,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+    )
+    gate, up = tl.split(acc.reshape(BLOCK_M // 16, 2, 8, BLOCK_N).permute(0, 2, 3, 1).reshape(HALF, BLOCK_N, 2))
+    # gelu_tanh(g) = g * sigmoid(2 * sqrt(2/pi) * (g + 0.044715 g^3)), which does not overflow for large g.
+    inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    y = (gate / (1.0 + tl.exp(-inner)) * up).to(tl.bfloat16)
+    tl.store(out_sums_ptr + slots * TILES + pid_m, tl.sum(y.to(tl.float32), 0), mask=valid)
+    offs = pid_m * HALF + tl.arange(0, HALF)
+    tl.store(out_ptr + slots.to(tl.int64)[None, :] * INNER + offs[:, None], y, mask=valid[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    x_sums_ptr,
+    words_ptr,
+    scales_ptr,
+    row_of_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    offsets_ptr,
+    out_ptr,
+    out_sums_ptr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    TILES: tl.constexpr = 2 * INNER // BLOCK_M
+    pid = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + pid // TILES)
+    if expert < 0:
+        return
+    start = tl.load(tile_start_ptr + pid // TILES)
+    end = tl.load(offsets_ptr + expert + 1)
+    # A tile at most half full runs half as wide: most experts have about half of BLOCK_N rows.
+    if end - start <= BLOCK_N // 2:
+        _gate_up_tile(
+            x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, out_ptr, out_sums_ptr, expert, pid % TILES, start,
+            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N // 2, STAGES,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, out_ptr, out_sums_ptr, expert, pid % TILES, start,
+            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    x_ptr,
+    x_sums_ptr,
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    expert,
+    pid_m,
+    start,
+    end,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    slots = start + tl.arange(0, BLOCK_N)
+    valid = slots < end
+    tile = (expert * (H // BLOCK_M) + pid_m).to(tl.int64)
+    acc = _accumulate(
+        x_ptr + slots.to(tl.int64) * INNER,
+        valid,
+        x_sums_ptr + slots * (INNER // GROUP),
+        words_ptr + tile * (BLOCK_M * INNER // 4),
+        scales_ptr + tile * (BLOCK_M * (INNER // GROUP)),
+        INNER,
+        GROUP,
+        BLOCK_K,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+    )
+    offs = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(out_ptr + slots.to(tl.int64)[None, :] * H + offs[:, None], acc.to(tl.bfloat16), mask=valid[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,
+    x_sums_ptr,
+    words_ptr,
+    scales_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    offsets_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    TILES: tl.constexpr = H // BLOCK_M
+    pid = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + pid // TILES)
+    if expert < 0:
+        return
+    start = tl.load(tile_start_ptr + pid // TILES)
+    end = tl.load(offsets_ptr + expert + 1)
+    if end - start <= BLOCK_N // 2:
+        _down_tile(
+            x_ptr, x_sums_ptr, words_ptr, scales_ptr, out_ptr, expert, pid % TILES, start,
+            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N // 2, STAGES,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, x_sums_ptr, words_ptr, scales_ptr, out_ptr, expert, pid % TILES, start,
+            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+
+@dataclass
+class Slots:
+    """Which rows visit which expert (`kernels/slots.py`): int32 tensors on the device.
+
+    row_of [S] the row of each slot, offsets [E + 1] first slot per expert, tile_expert [T] and tile_start [T] the tiles
+    of `tile_rows` slots, tile_expert -1 after the last.
+    """
+
+    row_of: torch.Tensor
+    offsets: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_start: torch.Tensor
+    tile_rows: int
+
+
+def packed_rows(
+    x: torch.Tensor,
+    x_sums: torch.Tensor,
+    experts: RepackedExperts,
+    slots: Slots,
+    *,
+    inner: torch.Tensor,
+    inner_sums: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Every slot's expert output, before the routing weights: two launches.
+
+    x BF16 [T, H]; x_sums fp32 [T, H/G1], the sums of x over each group. Scratch: inner BF16 [S, I], inner_sums fp32
+    [S, I/G2]. out BF16 [S, H], one row a slot.
+    """
+    hidden, width = x.shape[1], inner.shape[1]
+    gate_up, down = experts.gate_up_words, experts.down_words
+    tiles = slots.tile_expert.shape[0]
+    _gate_up_kernel[(tiles * gate_up.shape[1],)](
+        x, x_sums, gate_up, experts.gate_up_scales, slots.row_of, slots.tile_expert, slots.tile_start, slots.offsets,
+        inner, inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up, BLOCK_K=gate_up.shape[4] * 4,
+        BLOCK_M=gate_up.shape[3], BLOCK_N=slots.tile_rows, STAGES=GATE_UP_TILE.stages, num_warps=GATE_UP_TILE.warps,
+    )  # fmt: skip
+    _down_kernel[(tiles * down.shape[1],)](
+        inner, inner_sums, down, experts.down_scales, slots.tile_expert, slots.tile_start, slots.offsets, out,
+        H=hidden, INNER=width, GROUP=experts.spec.group_down, BLOCK_K=down.shape[4] * 4, BLOCK_M=down.shape[3],
+        BLOCK_N=slots.tile_rows, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
+    )  # fmt: skip
