@@ -36,28 +36,30 @@ def load(
 ) -> Engine:
     """Load a checkpoint and return an engine.
 
-    model: a directory, a hub id, or "demo" for the bundled one. weights: "w4" (default; BF16 experts are quantised
+    model: a directory, a hub id, "demo" for the bundled one, or random weights of a model's shapes, such as
+    "random:26b-a4b" and "random:tiny" (redraft/random_model.py). weights: "w4" (default; BF16 experts are quantised
     layer by layer while loading, in groups of `spec`) or "bf16". device: "cuda" or "cpu", by default the GPU when
     there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU.
     progress(done, total) is called per layer. Raises CheckpointError or UsageError.
     """
-    from redraft.checkpoint import find_checkpoint, load_checkpoint, load_tokenizer
+    from redraft.checkpoint import load_checkpoint, load_tokenizer
     from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
     from redraft.engine import Engine
+    from redraft.random_model import is_random, random_tokenizer
 
     check_choice("tier", tier, TIERS)
     target = pick_device(device)
-    path = find_checkpoint(model)
     checkpoint = load_checkpoint(
-        path,
+        model,
         weights=weights,
         dtype=dtype or default_dtype(target),
         device=target,
         spec=spec,
         progress=progress,
     )
-    return Engine(checkpoint, load_tokenizer(path), tier)
+    tokenizer = random_tokenizer(checkpoint.config) if is_random(model) else load_tokenizer(checkpoint.path)
+    return Engine(checkpoint, tokenizer, tier)
 
 
 def quantize(

@@ -38,6 +38,7 @@ from redraft.names import (
 )
 from redraft.quant import dg_w4a16
 from redraft.quant.rtn import quantize_experts
+from redraft.random_model import is_random, random_checkpoint
 from redraft.tensorfile import TensorInfo, file_sha256, holds_bytes_of, read_header, read_tensor, tensor_sha256
 from redraft.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
 
@@ -65,6 +66,8 @@ def find_checkpoint(model: str | Path) -> Path:
                 f"{DEMO}: the bundled checkpoint is missing from this installation; reinstall Redraft"
             )
         return DEMO
+    if is_random(model):
+        raise CheckpointError(f"{model}: random weights live in memory and have no files; give a stored checkpoint")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -339,7 +342,7 @@ def load_checkpoint(
     *,
     verify: bool = False,
 ) -> Checkpoint:
-    """Load a model for `find_checkpoint`'s argument.
+    """Load a model for `find_checkpoint`'s argument, or draw one (`random:NAME`).
 
     weights "w4" (also None) gives packed experts, quantising a BF16 checkpoint layer by layer on `device` with `spec`
     (None: the published group sizes); "bf16" gives plain experts. Everything but packed experts is cast to `dtype`.
@@ -347,6 +350,8 @@ def load_checkpoint(
     layer. Raises CheckpointError naming file and tensor, UsageError for settings that do not fit the model.
     """
     check_choice("weights", weights or "w4", WEIGHT_FORMATS)
+    if is_random(model):
+        return random_checkpoint(model, weights, dtype, device, spec, progress)
     files = open_checkpoint(find_checkpoint(model), verify)
     spec = _choose_spec(files, weights or "w4", spec)
     config = files.config

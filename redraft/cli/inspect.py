@@ -26,8 +26,10 @@ def command(
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
     from redraft.checkpoint import find_checkpoint, open_checkpoint
+    from redraft.random_model import is_random, random_files
 
-    summary = summarize(open_checkpoint(find_checkpoint(model), verify))
+    files = random_files(model) if is_random(model) else open_checkpoint(find_checkpoint(model), verify)
+    summary = summarize(files)
     if json_output:
         print(json.dumps(summary))
     else:

@@ -9,7 +9,10 @@ import typer
 from redraft.config import TIERS, WEIGHT_FORMATS, DecodeSettings, check_choice, check_seed
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint directory, a hub id, or 'demo', the bundled model.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A checkpoint directory, a hub id, 'demo' (the bundled model), or 'random:26b-a4b'."
+    ),
 ]
 System = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", help="System message put before the first turn.")
