@@ -1,9 +1,32 @@
-"""Attention of new rows over stored rows plus themselves: softmax(Q K^T) V, scale 1 (q_norm and k_norm set it)."""
+"""Attention of new rows over stored rows plus themselves: softmax(Q K^T) V, scale 1 (q_norm and k_norm set it).
+
+`attention` is the torch reference over explicit keys and a mask. `attend` reads the arena in place: per slot b, keys and
+values hold a prefix region [0, rows_cap), where position p sits in row p % rows_cap (a ring on sliding layers; full
+layers never wrap), and an in-flight region [rows_cap, rows_cap + N) with the pass's own rows. `length[b]` counts the
+committed positions. In both regions key j = 0, 1, ... of a slot is the j-th position it may see, oldest first:
+
+    prefix = min(length, rows_cap)             row of key j = (length + j - prefix) % rows_cap   for j < prefix
+    query i stands at key index prefix + i     row of key j = rows_cap + j - prefix              otherwise
+
+so that "not after the query" is j <= prefix + i and "inside the window" is prefix + i - j < window, wherever j is stored.
+
+One program takes one KV head, BLOCK_M rows of (position, query head) pairs packed head-fastest, one share of the keys
+and BLOCK_D output columns; it keeps an online softmax in fp32 and rounds the probabilities to the arena's dtype for the second product. At
+small batches the keys are split over SPLITS programs, whose partial sums a second launch adds in split order.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from redraft.kernels.launch import dot
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -17,3 +40,194 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """Launch settings. A program makes `block_d` output columns of `block_m` rows from one of `splits` shares of keys."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_stages: int
+    num_warps: int
+    splits: int
+
+
+# (block_m, block_n, num_stages), best first: wide tiles keep wgmma fed from shared memory.
+_TILES = ((128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 16, 1))
+
+
+def attention_settings(
+    batch: int, heads: int, kv_heads: int, rows: int, head_dim: int, sms: int = 132, shared: int = 232_448
+) -> AttentionSettings:
+    """Settings for `rows` new rows a slot on a GPU of `sms` multiprocessors with `shared` bytes each (default: H200).
+
+    Shared memory holds the Q tile and `num_stages` K and V tiles. The accumulator takes block_m * block_d fp32 registers,
+    128 a thread at most, so head_dim 512 is made in two halves that both compute the scores: 29 us a layer by
+    arithmetic, where 64 rows of all 512 columns, whose scores two warpgroups compute twice, would take 40.
+    """
+    packed, block_d = rows * heads // kv_heads, min(256, head_dim)
+    for block_m, block_n, stages in _TILES:  # noqa: B007
+        bytes_needed = 2 * (block_m * head_dim + stages * block_n * (head_dim + block_d))
+        if bytes_needed <= shared and block_m < 2 * max(packed, 16):
+            break
+    programs = batch * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d)
+    # Fill the machine once; more than 8 shares cost more to combine than they gain.
+    splits = max(1, min(8, sms // programs))
+    return AttentionSettings(block_m, block_n, block_d, stages, 8 if block_m == 128 else 4, splits)
+
+
+def attention_scratch(
+    batch: int, heads: int, rows: int, head_dim: int, settings: AttentionSettings, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Partial outputs fp32 [splits, B * heads * N, D] and their (maximum, sum) fp32 [splits, B * heads * N, 2]."""
+    if settings.splits == 1:
+        return None
+    count = batch * heads * rows
+    partial = torch.empty(settings.splits, count, head_dim, dtype=torch.float32, device=device)
+    return partial, torch.empty(settings.splits, count, 2, dtype=torch.float32, device=device)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    length: torch.Tensor,
+    rows_cap: int,
+    causal: bool,
+    window: int | None,
+    *,
+    out: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None,
+    settings: AttentionSettings,
+) -> None:
+    """Attend from q [B, heads, N, D] to the arena rows of keys and values [B, kv_heads, rows_cap + N_max, D].
+
+    length int32 [B]; keys and values already hold the pass's own rows in the in-flight region. causal False (a
+    canvas): every stored and in-flight row is visible. causal True: rows after the query are not, and with `window`
+    neither are those `window` or more before it. out [B * N, heads * D]; scratch from `attention_scratch`. q may be a
+    transposed view (its last dimension must be contiguous), the arena must be contiguous.
+    """
+    batch, heads, rows, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    partial, stats = scratch if scratch is not None else (out, out)
+    tiles, halves = triton.cdiv(rows * group, settings.block_m), head_dim // settings.block_d
+    grid = (tiles, batch * kv_heads, settings.splits * halves)
+    _attend_kernel[grid](
+        q, keys, values, length, out, partial, stats,
+        q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows,
+        KV_HEADS=kv_heads, GROUP=group, D=head_dim, CAUSAL=causal, WINDOW=window or 0, SPLITS=settings.splits,
+        BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, BLOCK_D=settings.block_d,
+        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    )  # fmt: skip
+    if settings.splits > 1:
+        block = 4  # rows a program: 4 KB or 8 KB of every split, enough loads in flight for 128 threads
+        count = batch * heads * rows
+        _combine_kernel[(triton.cdiv(count, block),)](
+            partial, stats, out, count, rows,
+            KV_HEADS=kv_heads, GROUP=group, D=head_dim, SPLITS=settings.splits, BLOCK_M=block, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, length_ptr, out_ptr, partial_ptr, stats_ptr,
+    stride_qb, stride_qh, stride_qn, arena_rows, rows_cap, N,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_h = tl.program_id(0), tl.program_id(1)
+    pid_s, pid_d = tl.program_id(2) % SPLITS, tl.program_id(2) // SPLITS
+    slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    length = tl.load(length_ptr + slot)
+    prefix = tl.minimum(length, rows_cap)
+    oldest = (length - prefix) % rows_cap
+    m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    position, head = m // GROUP, kv_head * GROUP + m % GROUP
+    d = tl.arange(0, D)
+    column = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    q_row = slot.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + position.to(tl.int64) * stride_qn
+    q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=(position < N)[:, None], other=0.0)
+    head_start = pid_h.to(tl.int64) * arena_rows * D
+    k_ptr += head_start
+    v_ptr += head_start
+
+    low, high = 0, prefix + N
+    if CAUSAL:
+        high = tl.minimum(high, prefix + (pid_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        if WINDOW > 0:
+            low = tl.maximum(0, prefix + pid_m * BLOCK_M // GROUP - WINDOW + 1)
+    share = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N
+    low += pid_s * share
+    high = tl.minimum(high, low + share)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(low, high, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        inside = j < high
+        ring = oldest + j
+        row = tl.where(j < prefix, tl.where(ring < rows_cap, ring, ring - rows_cap), rows_cap + j - prefix)
+        at = row[:, None] * D  # inside one head, where 2^31 elements are 4 million rows
+        # Rows past the end may hold anything, NaN included: zeros keep 0 * value out of the sum.
+        k = tl.load(k_ptr + at + d[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(v_ptr + at + column[None, :], mask=inside[:, None], other=0.0)
+        visible = inside[None, :]
+        if CAUSAL:
+            visible = visible & (j[None, :] <= prefix + position[:, None])
+            if WINDOW > 0:
+                visible = visible & (prefix + position[:, None] - j[None, :] < WINDOW)
+        scores = tl.where(visible, dot(q, tl.trans(k)), float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps -inf; any finite stand-in makes its exponentials 0, not NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top) * LOG2E
+        p = tl.exp2(scores * LOG2E - shift[:, None])
+        rescale = tl.exp2(top * LOG2E - shift)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        acc += dot(p.to(v.dtype), v)
+        top = new_top
+
+    inside = position < N
+    if SPLITS == 1:
+        out_row = (slot * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
+        y = acc / total[:, None]
+        tl.store(out_ptr + out_row[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        rows = tl.num_programs(1).to(tl.int64) * N * GROUP
+        scratch = pid_s * rows + pid_h.to(tl.int64) * N * GROUP + m
+        tl.store(partial_ptr + scratch[:, None] * D + column[None, :], acc, mask=inside[:, None])
+        # Programs of other output columns hold the same sums.
+        tl.store(stats_ptr + scratch * 2, top, mask=inside & (pid_d == 0))
+        tl.store(stats_ptr + scratch * 2 + 1, total, mask=inside & (pid_d == 0))
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, stats_ptr, out_ptr, count, N,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Sum of the splits' partial outputs, each scaled to the common maximum, over the sum of their sums."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < count
+    d = tl.arange(0, D)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for s in tl.static_range(SPLITS):
+        top = tl.maximum(top, tl.load(stats_ptr + (s * count + m) * 2, mask=inside, other=0.0))
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for s in tl.static_range(SPLITS):
+        stat = stats_ptr + (s * count + m) * 2
+        scale = tl.exp2((tl.load(stat, mask=inside, other=0.0) - top) * LOG2E)
+        total += scale * tl.load(stat + 1, mask=inside, other=1.0)
+        part = tl.load(partial_ptr + (s * count + m)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        acc += scale[:, None] * part
+    # Scratch rows run (slot, KV head, position, head of the group); output rows (slot, position, head).
+    per_head = N * GROUP
+    slot_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP
+    out_row = (slot_head // KV_HEADS * N + position) * (KV_HEADS * GROUP) + slot_head % KV_HEADS * GROUP + g
+    y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row[:, None] * D + d[None, :], y, mask=inside[:, None])
