@@ -1,18 +1,19 @@
 """Attention of new rows over stored rows plus themselves: softmax(Q K^T) V, scale 1 (q_norm and k_norm set it).
 
-`attention` is the torch reference over explicit keys and a mask. `attend` reads the arena in place: per slot b, keys and
-values hold a prefix region [0, rows_cap), where position p sits in row p % rows_cap (a ring on sliding layers; full
+`attention` is the torch reference over explicit keys and a mask. `attend` reads the arena in place: keys and values
+hold a prefix region [0, rows_cap), where position p of a slot sits in row p % rows_cap (a ring on sliding layers; full
 layers never wrap), and an in-flight region [rows_cap, rows_cap + N) with the pass's own rows. `length[b]` counts the
-committed positions. In both regions key j = 0, 1, ... of a slot is the j-th position it may see, oldest first:
+committed positions of slot b. Key j = 0, 1, ... of a slot is the j-th position it may see, oldest first:
 
     prefix = min(length, rows_cap)             row of key j = (length + j - prefix) % rows_cap   for j < prefix
     query i stands at key index prefix + i     row of key j = rows_cap + j - prefix              otherwise
 
-so that "not after the query" is j <= prefix + i and "inside the window" is prefix + i - j < window, wherever j is stored.
+so that "not after the query" is j <= prefix + i and "inside the window" is prefix + i - j < window in both regions.
 
 One program takes one KV head, BLOCK_M rows of (position, query head) pairs packed head-fastest, one share of the keys
-and BLOCK_D output columns; it keeps an online softmax in fp32 and rounds the probabilities to the arena's dtype for the second product. At
-small batches the keys are split over SPLITS programs, whose partial sums a second launch adds in split order.
+and BLOCK_D output columns; it keeps an online softmax in fp32 and rounds the probabilities to the arena's dtype for
+the second product. At small batches the keys are split over SPLITS programs, whose partial sums a second launch adds
+in split order.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """Launch settings. A program makes `block_d` output columns of `block_m` rows from one of `splits` shares of keys."""
+    """Launch settings: a program makes block_d output columns of block_m rows from one of `splits` key shares."""
 
     block_m: int
     block_n: int
@@ -63,12 +64,12 @@ def attention_settings(
 ) -> AttentionSettings:
     """Settings for `rows` new rows a slot on a GPU of `sms` multiprocessors with `shared` bytes each (default: H200).
 
-    Shared memory holds the Q tile and `num_stages` K and V tiles. The accumulator takes block_m * block_d fp32 registers,
-    128 a thread at most, so head_dim 512 is made in two halves that both compute the scores: 29 us a layer by
-    arithmetic, where 64 rows of all 512 columns, whose scores two warpgroups compute twice, would take 40.
+    Shared memory holds the Q tile and `num_stages` K and V tiles. The accumulator takes block_m * block_d fp32
+    registers, 128 a thread at most, so head_dim 512 is made in two halves that both compute the scores: 29 us a layer
+    by arithmetic, where 64 rows of all 512 columns, whose scores both warpgroups compute, would take 40.
     """
     packed, block_d = rows * heads // kv_heads, min(256, head_dim)
-    for block_m, block_n, stages in _TILES:  # noqa: B007
+    for block_m, block_n, stages in _TILES:
         bytes_needed = 2 * (block_m * head_dim + stages * block_n * (head_dim + block_d))
         if bytes_needed <= shared and block_m < 2 * max(packed, 16):
             break
