@@ -698,7 +698,8 @@ def test_peak_memory_of_loading(tiny_dir: Path, tmp_path: Path):
     command = [sys.executable, "-c", MEASURE, str(tiny_dir), *cases]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     *packed, (dense_peak, dense) = (tuple(map(int, line.split())) for line in out.splitlines())
-    slack = 14 << 20  # allocator (its heap is laid out by chance), interpreter, fp32 copies of one expert; well below the BF16 experts in all
+    # Allocator (its heap is laid out by chance), interpreter, fp32 copies of one expert; well below all BF16 experts.
+    slack = 14 << 20
     assert dense > layers * one_layer and dense_peak > 0.9 * dense, "the meter does not see what it should"
     for case, (peak, result) in zip(cases, packed, strict=False):
         assert result + one_layer + slack < dense - one_layer, "the model is too small to tell"
