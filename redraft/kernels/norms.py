@@ -1,8 +1,18 @@
-"""RMSNorm: y = x * (mean(x^2) + eps)^-1/2 [* weight], computed in fp32 and rounded once to x's dtype."""
+"""RMSNorm: y = x * (mean(x^2) + eps)^-1/2 [* weight], computed in fp32 and rounded once to x's dtype.
+
+A layer norms one residual seven times. The launches below read it once wherever they can: one program per row holds the
+row in registers, adds what comes in, and writes every norm that the next matrix products read.
+They round where the plain composition of `rms_norm` calls rounds, so both give the same bits up to fp32 rounding.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from redraft.kernels.launch import INTERPRET
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -12,3 +22,314 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     if weight is not None:
         normed = normed * weight.float()
     return normed.type_as(x)
+
+
+def embed_norms_reference(
+    tokens: torch.Tensor,
+    embed: torch.Tensor,
+    scale: float,
+    signal: torch.Tensor | None,
+    eps: float,
+    next_weight: torch.Tensor,
+    *,
+    normed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `embed_norms` writes: x and next_in."""
+    x = F.embedding(tokens, embed) * scale
+    if signal is not None:
+        x = x + signal
+    if normed:
+        x = rms_norm(x, None, eps)
+    return x, rms_norm(x, next_weight, eps)
+
+
+def residual_norms_reference(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    delta_weight: torch.Tensor,
+    dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor,
+    router_weight: torch.Tensor,
+    eps: float,
+    group_size: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `residual_norms` writes: x, dense_in, expert_in, router_in, group_sums."""
+    x = x + rms_norm(delta, delta_weight, eps)
+    expert_in = rms_norm(x, expert_weight, eps)
+    router_in = rms_norm(x, None, eps) * router_weight * x.shape[-1] ** -0.5
+    group_sums = expert_in.float().unflatten(-1, (-1, group_size)).sum(-1)
+    return x, rms_norm(x, dense_weight, eps), expert_in, router_in, group_sums
+
+
+def combine_norms_reference(
+    x: torch.Tensor,
+    dense: torch.Tensor,
+    expert_rows: torch.Tensor,
+    slot_of: torch.Tensor,
+    routing: torch.Tensor,
+    dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor,
+    weight: torch.Tensor,
+    scalar: torch.Tensor,
+    next_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `combine_norms` writes: x and next_in."""
+    weighted = expert_rows[slot_of.long().view_as(routing)] * routing[..., None]
+    routed = weighted.sum(dim=1).to(x.dtype)
+    both = rms_norm(dense, dense_weight, eps) + rms_norm(routed, expert_weight, eps)
+    x = (x + rms_norm(both, weight, eps)) * scalar
+    return x, rms_norm(x, next_weight, eps)
+
+
+def row_launch(hidden: int) -> dict[str, int]:
+    """One program holds a whole row, 16 elements a thread: two 16-byte loads of BF16."""
+    block = triton.next_power_of_2(hidden)
+    return {"BLOCK_H": block, "num_warps": min(16, max(1, block // 512))}
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 x with only the digits of `dtype`. The interpreter truncates to BF16, so there it is rounded by its bits."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normalized(x, eps, H: tl.constexpr):
+    """x * (mean(x^2) + eps)^-1/2 of one fp32 row whose lanes past H are zero."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / H + eps)
+
+
+@triton.jit
+def _row(ptr, row, cols, H: tl.constexpr):
+    return tl.load(ptr + row * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_xm, eps, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < H, other=0.0).to(tl.float32)
+    y = _normalized(x, eps, H)
+    if weight_ptr is not None:
+        y *= _row(weight_ptr, 0, cols, H)
+    tl.store(out_ptr + row * H + cols, rounded(y, out_ptr.dtype.element_ty), mask=cols < H)
+
+
+def rms_norm_into(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
+    """out = rms_norm(x, weight, eps). x [R, H] with contiguous rows, out [R, H] contiguous, another tensor or x."""
+    rows, hidden = x.shape
+    _rms_norm_kernel[(rows,)](x, weight, out, x.stride(0), eps, H=hidden, **row_launch(hidden))
+
+
+@triton.jit
+def _embed_norms_kernel(
+    tokens_ptr,
+    embed_ptr,
+    signal_ptr,
+    next_weight_ptr,
+    x_ptr,
+    next_in_ptr,
+    scale,
+    eps,
+    H: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    dtype = x_ptr.dtype.element_ty
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    x = rounded(_row(embed_ptr, token, cols, H) * scale, dtype)
+    if signal_ptr is not None:
+        x = rounded(x + _row(signal_ptr, row, cols, H), dtype)
+    if NORMED:
+        x = rounded(_normalized(x, eps, H), dtype)
+    next_in = rounded(_normalized(x, eps, H) * _row(next_weight_ptr, 0, cols, H), dtype)
+    tl.store(x_ptr + row * H + cols, x, mask=cols < H)
+    tl.store(next_in_ptr + row * H + cols, next_in, mask=cols < H)
+
+
+def embed_norms(
+    tokens: torch.Tensor,
+    embed: torch.Tensor,
+    scale: float,
+    signal: torch.Tensor | None,
+    eps: float,
+    next_weight: torch.Tensor,
+    *,
+    normed: bool,
+    x: torch.Tensor,
+    next_in: torch.Tensor,
+) -> None:
+    """x = embed[tokens] * scale [+ signal], normed when `normed`; next_in = rms_norm(x) * next_weight.
+
+    tokens int64 [R], embed [V, H], signal [R, H] (the self-conditioning MLP's output) or None; x, next_in [R, H].
+    A denoise pass norms x, an encode pass does not. `scale` is sqrt(H) as rounded to the model's dtype.
+    """
+    rows, hidden = x.shape
+    _embed_norms_kernel[(rows,)](
+        tokens, embed, signal, next_weight, x, next_in, scale, eps, H=hidden, NORMED=normed, **row_launch(hidden)
+    )
+
+
+@triton.jit
+def _residual_norms_kernel(
+    x_ptr,
+    delta_ptr,
+    delta_weight_ptr,
+    dense_weight_ptr,
+    expert_weight_ptr,
+    router_weight_ptr,
+    dense_in_ptr,
+    expert_in_ptr,
+    router_in_ptr,
+    group_sums_ptr,
+    router_scale,
+    eps,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    keep = cols < H
+    here = row * H + cols
+    dtype = x_ptr.dtype.element_ty
+    delta = _normalized(_row(delta_ptr, row, cols, H), eps, H) * _row(delta_weight_ptr, 0, cols, H)
+    x = rounded(_row(x_ptr, row, cols, H) + rounded(delta, dtype), dtype)
+    normed = _normalized(x, eps, H)
+    dense_in = rounded(normed * _row(dense_weight_ptr, 0, cols, H), dtype)
+    expert_in = rounded(normed * _row(expert_weight_ptr, 0, cols, H), dtype)
+    router_in = rounded(rounded(normed, dtype) * _row(router_weight_ptr, 0, cols, H), dtype)
+    tl.store(x_ptr + here, x, mask=keep)
+    tl.store(dense_in_ptr + here, dense_in, mask=keep)
+    tl.store(expert_in_ptr + here, expert_in, mask=keep)
+    tl.store(router_in_ptr + here, rounded(router_in * router_scale, dtype), mask=keep)
+    groups = tl.arange(0, BLOCK_H // GROUP)
+    sums = tl.sum(tl.reshape(expert_in, (BLOCK_H // GROUP, GROUP)), axis=1)
+    tl.store(group_sums_ptr + row * (H // GROUP) + groups, sums, mask=groups < H // GROUP)
+
+
+def residual_norms(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    delta_weight: torch.Tensor,
+    dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor,
+    router_weight: torch.Tensor,
+    eps: float,
+    *,
+    dense_in: torch.Tensor,
+    expert_in: torch.Tensor,
+    router_in: torch.Tensor,
+    group_sums: torch.Tensor,
+    group_size: int = 128,
+) -> None:
+    """x += rms_norm(delta) * delta_weight in place, then the three norms of it that the feed-forward reads.
+
+    dense_in and expert_in = rms_norm(x) * their weight; router_in = rms_norm(x) * router_weight * H^-1/2, rounded after
+    each factor as the router's reference does; group_sums fp32 [R, H / group_size] = sums of the rounded expert_in,
+    which the 4-bit experts need for their zero points. Everything else [R, H]; group_size a power of two dividing H.
+    """
+    rows, hidden = x.shape
+    assert hidden % group_size == 0 and group_size & (group_size - 1) == 0, "groups must tile a row"
+    _residual_norms_kernel[(rows,)](
+        x,
+        delta,
+        delta_weight,
+        dense_weight,
+        expert_weight,
+        router_weight,
+        dense_in,
+        expert_in,
+        router_in,
+        group_sums,
+        hidden**-0.5,
+        eps,
+        H=hidden,
+        GROUP=group_size,
+        **row_launch(hidden),
+    )
+
+
+@triton.jit
+def _combine_norms_kernel(
+    x_ptr,
+    dense_ptr,
+    expert_rows_ptr,
+    slot_of_ptr,
+    routing_ptr,
+    dense_weight_ptr,
+    expert_weight_ptr,
+    weight_ptr,
+    scalar_ptr,
+    next_weight_ptr,
+    next_in_ptr,
+    eps,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    keep = cols < H
+    dtype = x_ptr.dtype.element_ty
+    routed = tl.zeros((BLOCK_H,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        slot = tl.load(slot_of_ptr + row * TOP_K + k).to(tl.int64)
+        routed += tl.load(routing_ptr + row * TOP_K + k) * _row(expert_rows_ptr, slot, cols, H)
+    routed = _normalized(rounded(routed, dtype), eps, H) * _row(expert_weight_ptr, 0, cols, H)
+    dense = _normalized(_row(dense_ptr, row, cols, H), eps, H) * _row(dense_weight_ptr, 0, cols, H)
+    both = rounded(rounded(dense, dtype) + rounded(routed, dtype), dtype)
+    delta = rounded(_normalized(both, eps, H) * _row(weight_ptr, 0, cols, H), dtype)
+    x = rounded(_row(x_ptr, row, cols, H) + delta, dtype)
+    x = rounded(x * tl.load(scalar_ptr).to(tl.float32), dtype)
+    next_in = rounded(_normalized(x, eps, H) * _row(next_weight_ptr, 0, cols, H), dtype)
+    tl.store(x_ptr + row * H + cols, x, mask=keep)
+    tl.store(next_in_ptr + row * H + cols, next_in, mask=keep)
+
+
+def combine_norms(
+    x: torch.Tensor,
+    dense: torch.Tensor,
+    expert_rows: torch.Tensor,
+    slot_of: torch.Tensor,
+    routing: torch.Tensor,
+    dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor,
+    weight: torch.Tensor,
+    scalar: torch.Tensor,
+    next_weight: torch.Tensor,
+    eps: float,
+    *,
+    next_in: torch.Tensor,
+) -> None:
+    """The end of a layer: both feed-forwards join the residual, and the next layer's input is normed.
+
+    routed = sum over k, in order, of routing[r, k] * expert_rows[slot_of[r, k]];
+    x = (x + rms_norm(rms_norm(dense) * dense_weight + rms_norm(routed) * expert_weight) * weight) * scalar in place;
+    next_in = rms_norm(x) * next_weight (the next layer's input norm, or the final norm).
+    x, dense, next_in [R, H]; expert_rows [R * k, H]; slot_of int32 [R * k]; routing fp32 [R, k]; scalar one element.
+    """
+    rows, hidden = x.shape
+    _combine_norms_kernel[(rows,)](
+        x,
+        dense,
+        expert_rows,
+        slot_of,
+        routing,
+        dense_weight,
+        expert_weight,
+        weight,
+        scalar,
+        next_weight,
+        next_in,
+        eps,
+        H=hidden,
+        TOP_K=routing.shape[1],
+        **row_launch(hidden),
+    )

@@ -2,14 +2,30 @@
 
 p = softmax_fp32(W (rmsnorm(x) * scale * H^-1/2)); the k largest p, renormalised to sum 1, times per_expert_scale.
 It reads the raw residual, not the experts' normed input.
+
+The Triton launch starts from the normed, scaled input that `residual_norms` wrote. With one program a tile of rows, a
+canvas would keep 16 SMs busy, each reading all of W (720 KB), and leave the rest idle. Below SPLIT_ROWS rows each
+tile's sum over H is therefore spread over programs of CHUNK columns; the last one to finish, told by a counter, adds
+the parts up. Parts are always added in the order of their columns, and longer batches add the same parts inside one
+program, so the result depends neither on who came last nor on the batch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-from redraft.kernels.norms import rms_norm
+from redraft.kernels.launch import dot
+from redraft.kernels.norms import rms_norm, rounded
+
+CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows
+SPLIT_ROWS = 2048  # from about this many rows on, tiles alone fill a GPU
+WIDE_ROWS = 4096  # from here on wide tiles do, and read W less often
+NARROW, WIDE = 16, 64  # rows a tile
 
 
 def route(
@@ -21,3 +37,192 @@ def route(
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * per_expert_scale[experts], experts
+
+
+def choose_reference(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` from its logits [T, E] on, ties to the lower expert id: weights fp32 [T, k], expert ids int64 [T, k]."""
+    probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
+    ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, experts = ordered[:, :top_k], experts[:, :top_k]
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * per_expert_scale[experts], experts
+
+
+@dataclass(frozen=True)
+class RouterScratch:
+    """What `route_into` needs for short batches; one serves all layers, whose launches follow each other."""
+
+    parts: torch.Tensor  # fp32 [tiles, chunks, experts, NARROW]
+    tickets: torch.Tensor  # int32 [tiles], zero between launches
+
+
+def router_scratch(rows: int, hidden: int, num_experts: int, device: torch.device) -> RouterScratch | None:
+    """Scratch for batches of `rows` rows, None when they need none."""
+    if rows >= SPLIT_ROWS:
+        return None
+    tiles, chunks = triton.cdiv(rows, NARROW), triton.cdiv(hidden, CHUNK)
+    shape = (tiles, chunks, triton.next_power_of_2(num_experts), NARROW)
+    return RouterScratch(
+        torch.empty(shape, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
+    )
+
+
+@triton.jit
+def _part(
+    x_ptr,
+    proj_ptr,
+    rows,
+    e,
+    chunk,
+    R,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """fp32 [BLOCK_E, BLOCK_M] product over columns chunk * CHUNK up to CHUNK more. Experts are the matrix rows."""
+    acc = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
+    for start in tl.range(0, CHUNK, BLOCK_K, num_stages=4):
+        k = chunk * CHUNK + start + tl.arange(0, BLOCK_K)
+        proj = tl.load(proj_ptr + e[:, None] * H + k[None, :], mask=(e[:, None] < E) & (k[None, :] < H), other=0.0)
+        x = tl.load(x_ptr + rows[None, :] * H + k[:, None], mask=(rows[None, :] < R) & (k[:, None] < H), other=0.0)
+        acc += dot(proj, x)
+    return acc
+
+
+@triton.jit
+def _choose(
+    logits,
+    scale_ptr,
+    weights_ptr,
+    experts_ptr,
+    rows,
+    e,
+    R,
+    dtype: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Softmax, top-k and renormalisation of logits [BLOCK_E, BLOCK_M]."""
+    real = (e < E)[:, None]
+    logits = tl.where(real, rounded(logits, dtype), -float("inf"))
+    p = tl.exp(logits - tl.max(logits, axis=0)[None, :])
+    p = p / tl.sum(p, axis=0)[None, :]
+    # Probabilities are not negative, so their bits order as they do; below them, a lower id makes a larger key.
+    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - e)[:, None].to(tl.int64)
+    key = tl.where(real, key, -1)
+    place = tl.arange(0, BLOCK_TOP)[:, None]
+    weights = tl.zeros((BLOCK_TOP, BLOCK_M), tl.float32)
+    experts = tl.zeros((BLOCK_TOP, BLOCK_M), tl.int32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(key, axis=0)
+        expert = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+        weight = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        total += weight
+        weights = tl.where(place == j, weight[None, :], weights)
+        experts = tl.where(place == j, expert[None, :], experts)
+        key = tl.where(e[:, None] == expert[None, :], -1, key)
+    mask = (place < TOP_K) & (rows[None, :] < R)
+    scale = tl.load(scale_ptr + experts, mask=mask, other=0.0).to(tl.float32)
+    target = rows[None, :] * TOP_K + place
+    tl.store(weights_ptr + target, weights / total[None, :] * scale, mask=mask)
+    tl.store(experts_ptr + target, experts, mask=mask)
+
+
+@triton.jit
+def _route_kernel(
+    x_ptr,
+    proj_ptr,
+    scale_ptr,
+    weights_ptr,
+    experts_ptr,
+    parts_ptr,
+    tickets_ptr,
+    R,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+):
+    pid_m = tl.program_id(0).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    rows = pid_m * BLOCK_M + m
+    e = tl.arange(0, BLOCK_E)
+    dtype = x_ptr.dtype.element_ty
+    logits = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
+    if SPLIT:
+        pid_k = tl.program_id(1)
+        parts = parts_ptr + pid_m * (CHUNKS * BLOCK_E * BLOCK_M) + e[:, None] * BLOCK_M + m[None, :]
+        part = _part(x_ptr, proj_ptr, rows, e, pid_k, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
+        tl.store(parts + pid_k * (BLOCK_E * BLOCK_M), part)
+        tl.debug_barrier()  # every warp has stored before the ticket, whose release covers them all
+        if tl.atomic_add(tickets_ptr + pid_m, 1, sem="acq_rel") == CHUNKS - 1:
+            tl.store(tickets_ptr + pid_m, 0)
+            for chunk in tl.static_range(CHUNKS):
+                logits += tl.load(parts + chunk * (BLOCK_E * BLOCK_M), cache_modifier=".cg")
+            _choose(logits, scale_ptr, weights_ptr, experts_ptr, rows, e, R, dtype, E, TOP_K, BLOCK_TOP, BLOCK_M)
+    else:
+        for chunk in range(CHUNKS):
+            logits += _part(x_ptr, proj_ptr, rows, e, chunk, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
+        _choose(logits, scale_ptr, weights_ptr, experts_ptr, rows, e, R, dtype, E, TOP_K, BLOCK_TOP, BLOCK_M)
+
+
+def route_into(
+    router_in: torch.Tensor,
+    proj: torch.Tensor,
+    per_expert_scale: torch.Tensor,
+    top_k: int,
+    *,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    scratch: RouterScratch | None = None,
+) -> None:
+    """Route router_in [R, H], already normed and scaled, by proj [E, H]: weights fp32 [R, k], experts int32 [R, k].
+
+    Logits are rounded to the model's dtype, as a matrix product in it does; ties go to the lower expert id.
+    scratch comes from `router_scratch` for at least R rows; without it every tile sums alone, with the same result.
+    """
+    rows, hidden = router_in.shape
+    num_experts = proj.shape[0]
+    block_m = WIDE if rows >= WIDE_ROWS else NARROW
+    tiles, chunks = triton.cdiv(rows, block_m), triton.cdiv(hidden, CHUNK)
+    block_e = triton.next_power_of_2(num_experts)
+    if rows >= SPLIT_ROWS:
+        scratch = None
+    if scratch is not None:
+        assert scratch.parts.shape[1:] == (chunks, block_e, NARROW), "the scratch belongs to another shape"
+        assert scratch.tickets.shape[0] >= tiles, "the scratch is for fewer rows"
+    _route_kernel[(tiles, chunks if scratch else 1)](
+        router_in,
+        proj,
+        per_expert_scale,
+        weights,
+        experts,
+        scratch.parts if scratch else None,
+        scratch.tickets if scratch else None,
+        rows,
+        H=hidden,
+        E=num_experts,
+        TOP_K=top_k,
+        SPLIT=scratch is not None,
+        CHUNKS=chunks,
+        CHUNK=CHUNK,
+        BLOCK_K=64,  # a CHUNK is four steps, three of which are loading while one is multiplied
+        BLOCK_E=block_e,
+        BLOCK_M=block_m,
+        BLOCK_TOP=triton.next_power_of_2(top_k),
+        num_warps=4 if block_m == NARROW else 8,
+    )

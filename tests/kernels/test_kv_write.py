@@ -1,0 +1,33 @@
+"""Committing rows of the arena: copies, so equal or wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerance import DEVICE
+
+from redraft.kernels.kv_write import advance, commit_rows, commit_rows_reference
+
+CASES = [
+    (True, 9, 8, [0, 4, 7, 30], [8, 0, 5, 1], 8),
+    (True, 5, 12, [0, 3, 11], [12, 7, 5], 16),
+    (False, 40, 8, [0, 4, 32], [8, 0, 8], 16),
+    pytest.param(True, 1023, 1024, [0, 1000, 5000], [1024, 256, 0], 256, marks=pytest.mark.gpu),
+    pytest.param(False, 9000, 256, [0, 8191, 8744], [256, 17, 256], 512, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("ring", "rows_cap", "room", "lengths", "counts", "dim"), CASES)
+def test_commit_rows(ring, rows_cap, room, lengths, counts, dim):
+    torch.manual_seed(0)
+    shape = (len(lengths), 2, rows_cap + room, dim)
+    arena = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2)]
+    expected = [tensor.clone() for tensor in arena]
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    count = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    commit_rows_reference(*expected, length, count, rows_cap, ring=ring)
+    commit_rows(*arena, length, count, rows_cap, ring=ring, block_elements=4 * dim)
+    for actual, wanted in zip(arena, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    advance(length, count)
+    assert length.tolist() == [a + b for a, b in zip(lengths, counts, strict=True)]

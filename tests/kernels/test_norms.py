@@ -1,0 +1,113 @@
+"""The RMSNorm launches against compositions of the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerance import DEVICE, assert_rounded_alike, poisoned
+
+from redraft.kernels.norms import (
+    combine_norms,
+    combine_norms_reference,
+    embed_norms,
+    embed_norms_reference,
+    residual_norms,
+    residual_norms_reference,
+    rms_norm,
+    rms_norm_into,
+)
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.bfloat16]
+REAL = pytest.param(256, 2816, torch.bfloat16, marks=pytest.mark.gpu)
+LONG = pytest.param(8192, 2816, torch.bfloat16, marks=pytest.mark.gpu)
+SHAPES = [(1, 64, torch.float32), (17, 192, torch.bfloat16), (3, 2816, torch.bfloat16), REAL, LONG]
+
+
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_rms_norm_into(rows, weighted, dtype):
+    wide = normal(rows, 300, dtype=dtype, scale=5)
+    x, weight = wide[:, :100], normal(100, dtype=dtype) if weighted else None
+    out = poisoned(rows, 100, dtype=dtype)
+    rms_norm_into(x, weight, EPS, out)
+    assert_rounded_alike(out, rms_norm(x, weight, EPS))
+
+
+def test_rms_norm_of_extreme_rows():
+    """Zeros stay zero; squares that overflow fp32, inf and NaN end as in the reference."""
+    x = torch.zeros(5, 64, device=DEVICE).bfloat16()
+    x[1, 3], x[2, 5], x[3, 7], x[4] = 3e38, float("inf"), float("nan"), 1e-30
+    out = poisoned(5, 64, dtype=torch.bfloat16)
+    rms_norm_into(x, None, EPS, out)
+    assert_rounded_alike(out, rms_norm(x, None, EPS))
+
+
+@pytest.mark.gpu
+def test_rms_norm_real_shape():
+    x, weight = normal(257, 2816, dtype=torch.bfloat16), normal(2816, dtype=torch.bfloat16)
+    out = poisoned(257, 2816, dtype=torch.bfloat16)
+    rms_norm_into(x, weight, EPS, out)
+    assert_rounded_alike(out, rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize(("rows", "hidden", "dtype"), SHAPES)
+@pytest.mark.parametrize(("with_signal", "normed"), [(True, True), (False, True), (False, False)])
+def test_embed_norms(rows, hidden, dtype, with_signal, normed):
+    vocab = 262_144 if hidden == 2816 and DEVICE.type == "cuda" else 50
+    embed, weight = normal(vocab, hidden, dtype=dtype, scale=0.1), normal(hidden, dtype=dtype)
+    tokens = torch.randint(0, vocab, (rows,), device=DEVICE)
+    tokens[0] = vocab - 1
+    signal = normal(rows, hidden, dtype=dtype) if with_signal else None
+    scale = torch.tensor(hidden**0.5, dtype=dtype).item()
+    x, next_in = (poisoned(rows, hidden, dtype=dtype) for _ in range(2))
+    embed_norms(tokens, embed, scale, signal, EPS, weight, normed=normed, x=x, next_in=next_in)
+    expected = embed_norms_reference(tokens, embed, scale, signal, EPS, weight, normed=normed)
+    for actual, wanted in zip((x, next_in), expected, strict=True):
+        assert_rounded_alike(actual, wanted)
+
+
+@pytest.mark.parametrize(("rows", "hidden", "dtype"), SHAPES)
+def test_residual_norms(rows, hidden, dtype):
+    group = 128 if hidden == 2816 else 32
+    x, delta = normal(rows, hidden, dtype=dtype, scale=20), normal(rows, hidden, dtype=dtype, scale=3)
+    weights = [normal(hidden, dtype=dtype) for _ in range(4)]
+    expected = residual_norms_reference(x, delta, *weights, EPS, group)
+    outputs = {name: poisoned(rows, hidden, dtype=dtype) for name in ("dense_in", "expert_in", "router_in")}
+    sums = poisoned(rows, hidden // group, dtype=torch.float32)
+    residual_norms(x, delta, *weights, EPS, **outputs, group_sums=sums, group_size=group)
+    for actual, wanted in zip((x, *outputs.values()), expected[:4], strict=True):
+        assert_rounded_alike(actual, wanted)
+    # The sums belong to the expert_in that was written; 128 fp32 additions of values near 1 err by some 1e-6 each.
+    exact = outputs["expert_in"].double().unflatten(-1, (-1, group)).sum(-1)
+    torch.testing.assert_close(sums.double(), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "hidden", "dtype"), SHAPES)
+def test_combine_norms(rows, hidden, dtype, top_k):
+    x, dense = normal(rows, hidden, dtype=dtype, scale=20), normal(rows, hidden, dtype=dtype)
+    expert_rows = normal(rows * top_k, hidden, dtype=dtype)
+    slot_of = torch.randperm(rows * top_k, device=DEVICE).int()
+    routing = torch.rand(rows, top_k, device=DEVICE)
+    weights = [normal(hidden, dtype=dtype) for _ in range(3)]
+    scalar, next_weight = torch.tensor([0.7], device=DEVICE).to(dtype), normal(hidden, dtype=dtype)
+    inputs = (dense, expert_rows, slot_of, routing, *weights, scalar, next_weight, EPS)
+    expected = combine_norms_reference(x, *inputs)
+    next_in = poisoned(rows, hidden, dtype=dtype)
+    again, again_in = x.clone(), next_in.clone()
+    combine_norms(x, *inputs, next_in=next_in)
+    for actual, wanted in zip((x, next_in), expected, strict=True):
+        assert_rounded_alike(actual, wanted)
+    combine_norms(again, *inputs, next_in=again_in)
+    assert torch.equal(again, x) and torch.equal(again_in, next_in)

@@ -1,0 +1,31 @@
+"""How close two ways of computing the same thing must be."""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def assert_rounded_alike(actual: torch.Tensor, expected: torch.Tensor, share: float = 0.99) -> None:
+    """Equal but for values that fp32 rounding pushed over a rounding boundary of the tensors' dtype.
+
+    fp32 arithmetic in another order differs by some 1e-6, and a BF16 boundary is that near for 1e-6 / 2^-8 of the
+    values: far fewer than 1 - share. Such a value moves by one step (at most 2^-7 of it), and where sums or norms
+    follow, by a second. fp32 results themselves may differ by that 1e-6, so they only have to be close.
+    """
+    assert actual.dtype == expected.dtype
+    if actual.dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        return
+    # The interpreter stores a BF16 zero as 1e-38.
+    same = (actual == expected) | (actual.isnan() & expected.isnan()) | ((actual - expected).abs() < 2e-38)
+    assert same.float().mean() >= share, f"{same.float().mean():.4f} of the values are equal"
+    # Near zero the step belongs to the sum's terms, not to the sum.
+    step = expected.float().nan_to_num(0, 0, 0).square().mean().sqrt().item() * 2**-7
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=2**-6, atol=step, equal_nan=True)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """An output tensor on DEVICE that shows what was never written: NaN, or -99 where there is none."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -99, dtype=dtype, device=DEVICE)
