@@ -7,6 +7,8 @@ order; row r of a layer holds the position `length - rows + r`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from redraft.config import ModelConfig
@@ -99,3 +101,48 @@ def check_context(config: ModelConfig, prompt: int, new: int) -> None:
             f"prompt of {prompt} tokens plus {new} new tokens exceeds the context of {config.max_position_embeddings}; "
             "shorten the prompt or lower max_new_tokens"
         )
+
+
+@dataclass
+class SlotLayer:
+    """One layer of a SlotArena: keys and values [slots, kv_heads, rows_cap + in flight, D].
+
+    Rows below rows_cap hold the committed prefix, the rest is where a pass writes its own rows. On sliding layers the
+    prefix is a ring of window - 1 rows, position p in row p % rows_cap: exactly what a canvas may see.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows_cap: int
+    ring: bool
+
+
+class SlotArena:
+    """The arena of fused passes: slots of their own lengths, nothing padded, nothing concatenated.
+
+    `length` int32 [slots], on the device, counts each slot's committed positions.
+    """
+
+    def __init__(self, layers: list[SlotLayer], length: torch.Tensor):
+        self.layers, self.length = layers, length
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, slots: int, capacity: int, in_flight: int, dtype: torch.dtype, device: torch.device
+    ) -> SlotArena:
+        """Room for `slots` requests of `capacity` positions and for passes of `in_flight` rows a slot."""
+        layers = []
+        for layer in config.layers:
+            ring = layer.kind == "sliding"
+            rows_cap = config.sliding_window - 1 if ring else capacity
+            shape = (slots, layer.num_kv_heads, rows_cap + in_flight, layer.head_dim)
+            # Zeros: rows that no pass has written are masked, and a masked NaN would still spread.
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            layers.append(SlotLayer(keys, values, rows_cap, ring))
+        return cls(layers, torch.zeros(slots, dtype=torch.int32, device=device))
+
+    def slot(self, index: int) -> SlotArena:
+        """A view of one slot."""
+        part = slice(index, index + 1)
+        layers = [SlotLayer(kv.keys[part], kv.values[part], kv.rows_cap, kv.ring) for kv in self.layers]
+        return SlotArena(layers, self.length[part])

@@ -81,7 +81,7 @@ class LayerWeights:
     router_proj: torch.Tensor  # [E, H]
     router_scale: torch.Tensor  # [H]
     per_expert_scale: torch.Tensor  # [E]
-    experts: DenseExperts | PackedExperts
+    experts: DenseExperts | PackedExperts | RepackedExperts
     encoder_scalar: torch.Tensor  # [1]
     decoder_scalar: torch.Tensor  # [1]
 

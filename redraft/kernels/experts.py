@@ -26,14 +26,17 @@ import triton.language as tl
 from redraft.config import ModelConfig, QuantSpec
 from redraft.kernels.launch import INTERPRET, dot
 from redraft.kernels.mlp import gated
+from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
 from redraft.quant.packing import dequantize, unpack_nibbles
 from redraft.weights import DenseExperts, PackedExperts, RepackedExperts
 
+Experts = DenseExperts | PackedExperts | RepackedExperts
 
-def run_experts(
-    x: torch.Tensor, experts: DenseExperts | PackedExperts, weights: torch.Tensor, index: torch.Tensor
-) -> torch.Tensor:
+
+def run_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, H], routing weights fp32 [T, k], expert ids int64 [T, k] -> [T, H] in x's dtype."""
+    if isinstance(experts, RepackedExperts):
+        return _run_repacked(x, experts, weights, index)
     tokens, top_k = index.shape
     order = index.flatten().argsort(stable=True)
     counts = torch.bincount(index.flatten(), minlength=_num_experts(experts)).tolist()
@@ -377,46 +380,86 @@ def _down_kernel(
         )  # fmt: skip
 
 
-@dataclass
-class Slots:
-    """Which rows visit which expert (`kernels/slots.py`): int32 tensors on the device.
+class ExpertBuffers:
+    """What packed experts write for S = rows * top_k slots."""
 
-    row_of [S] the row of each slot, offsets [E + 1] first slot per expert, tile_expert [T] and tile_start [T] the tiles
-    of `tile_rows` slots, tile_expert -1 after the last.
+    def __init__(self, slots: int, hidden: int, width: int, spec: QuantSpec, device: torch.device):
+        self.inner = torch.empty(slots, width, dtype=torch.bfloat16, device=device)
+        self.inner_sums = torch.empty(slots, width // spec.group_down, dtype=torch.float32, device=device)
+        self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
+
+
+def expert_rows(
+    x: torch.Tensor,
+    x_sums: torch.Tensor,
+    experts: DenseExperts | RepackedExperts,
+    slots: Slots,
+    buffers: ExpertBuffers | None,
+    tile_rows: int,
+) -> torch.Tensor:
+    """Every slot's expert output before the routing weights, BF16 [S, H]; of packed experts in `buffers.out`.
+
+    x BF16 [T, H]; x_sums fp32 [T, H/G1] its sums over each group (packed experts only); slots for tiles of `tile_rows`.
     """
+    if isinstance(experts, DenseExperts):
+        return _dense_rows(x, experts, slots)
+    assert buffers is not None, "packed experts write into buffers"
+    _packed_rows(x, x_sums, experts, slots, buffers, tile_rows)
+    return buffers.out
 
-    row_of: torch.Tensor
-    offsets: torch.Tensor
-    tile_expert: torch.Tensor
-    tile_start: torch.Tensor
-    tile_rows: int
 
-
-def packed_rows(
+def _packed_rows(
     x: torch.Tensor,
     x_sums: torch.Tensor,
     experts: RepackedExperts,
     slots: Slots,
-    *,
-    inner: torch.Tensor,
-    inner_sums: torch.Tensor,
-    out: torch.Tensor,
+    buffers: ExpertBuffers,
+    tile_rows: int,
 ) -> None:
-    """Every slot's expert output, before the routing weights: two launches.
-
-    x BF16 [T, H]; x_sums fp32 [T, H/G1], the sums of x over each group. Scratch: inner BF16 [S, I], inner_sums fp32
-    [S, I/G2]. out BF16 [S, H], one row a slot.
-    """
-    hidden, width = x.shape[1], inner.shape[1]
+    hidden, width = x.shape[1], buffers.inner.shape[1]
     gate_up, down = experts.gate_up_words, experts.down_words
     tiles = slots.tile_expert.shape[0]
     _gate_up_kernel[(tiles * gate_up.shape[1],)](
         x, x_sums, gate_up, experts.gate_up_scales, slots.row_of, slots.tile_expert, slots.tile_start, slots.offsets,
-        inner, inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up, BLOCK_K=gate_up.shape[4] * 4,
-        BLOCK_M=gate_up.shape[3], BLOCK_N=slots.tile_rows, STAGES=GATE_UP_TILE.stages, num_warps=GATE_UP_TILE.warps,
+        buffers.inner, buffers.inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up,
+        BLOCK_K=gate_up.shape[4] * 4, BLOCK_M=gate_up.shape[3], BLOCK_N=tile_rows, STAGES=GATE_UP_TILE.stages,
+        num_warps=GATE_UP_TILE.warps,
     )  # fmt: skip
     _down_kernel[(tiles * down.shape[1],)](
-        inner, inner_sums, down, experts.down_scales, slots.tile_expert, slots.tile_start, slots.offsets, out,
-        H=hidden, INNER=width, GROUP=experts.spec.group_down, BLOCK_K=down.shape[4] * 4, BLOCK_M=down.shape[3],
-        BLOCK_N=slots.tile_rows, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
+        buffers.inner, buffers.inner_sums, down, experts.down_scales, slots.tile_expert, slots.tile_start,
+        slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=experts.spec.group_down, BLOCK_K=down.shape[4] * 4,
+        BLOCK_M=down.shape[3], BLOCK_N=tile_rows, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
     )  # fmt: skip
+
+
+def _dense_rows(x: torch.Tensor, experts: DenseExperts, slots: Slots) -> torch.Tensor:
+    """BF16 experts through torch's grouped product."""
+    gate_up = _grouped(x[slots.row_of.long()], experts.gate_up, slots.offsets)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _grouped(gated(gate, up), experts.down, slots.offsets)
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [S, K] sorted by expert times weights [E, N, K] of each row's expert -> [S, N]."""
+    if x.is_cuda:
+        return torch._grouped_mm(x, weights.transpose(1, 2), offs=offsets[1:])
+    ends = offsets.tolist()
+    parts = [F.linear(x[a:b], w) for a, b, w in zip(ends, ends[1:], weights, strict=False)]
+    return torch.cat(parts)
+
+
+def _run_repacked(
+    x: torch.Tensor, experts: RepackedExperts, weights: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """`run_experts` through the kernels, for passes that are not fused."""
+    (tokens, top_k), num_experts = index.shape, experts.gate_up_words.shape[0]
+    width = experts.down_words.shape[2] * experts.down_words.shape[4] * 4
+    rows = tile_rows(tokens, top_k, num_experts)
+    slots = empty_slots(tokens, top_k, num_experts, rows, x.device)
+    counts = counts_scratch(tokens, top_k, num_experts, x.device)
+    assign_slots(index.int(), num_experts, rows, **vars(slots), counts=counts)
+    buffers = ExpertBuffers(tokens * top_k, x.shape[1], width, experts.spec, x.device)
+    sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
+    out = expert_rows(x, sums, experts, slots, buffers, rows)
+    chosen = out[slots.slot_of.long()].view(tokens, top_k, -1)
+    return (chosen * weights[..., None]).sum(dim=1).to(x.dtype)
