@@ -63,7 +63,7 @@ def router_scratch(rows: int, hidden: int, num_experts: int, device: torch.devic
     if rows >= SPLIT_ROWS:
         return None
     tiles, chunks = triton.cdiv(rows, NARROW), triton.cdiv(hidden, CHUNK)
-    shape = (tiles, chunks, triton.next_power_of_2(num_experts), NARROW)
+    shape = (tiles, chunks, _expert_block(num_experts), NARROW)
     return RouterScratch(
         torch.empty(shape, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -199,7 +199,7 @@ def route_into(
     num_experts = proj.shape[0]
     block_m = WIDE if rows >= WIDE_ROWS else NARROW
     tiles, chunks = triton.cdiv(rows, block_m), triton.cdiv(hidden, CHUNK)
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = _expert_block(num_experts)
     if rows >= SPLIT_ROWS:
         scratch = None
     if scratch is not None:
@@ -226,3 +226,7 @@ def route_into(
         BLOCK_TOP=triton.next_power_of_2(top_k),
         num_warps=4 if block_m == NARROW else 8,
     )
+
+
+def _expert_block(num_experts: int) -> int:
+    return max(16, triton.next_power_of_2(num_experts))  # 16 is the least that the matrix units take
