@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from redraft.kernels.launch import dot
+from redraft.kernels.launch import dot, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -189,14 +189,16 @@ def _attend_kernel(
         rescale = tl.exp2(top * LOG2E - shift)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        acc += dot(p.to(v.dtype), v)
+        acc += dot(rounded(p, v.dtype).to(v.dtype), v)
         top = new_top
 
     inside = position < N
     if SPLITS == 1:
         out_row = (slot * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
-        y = acc / total[:, None]
-        tl.store(out_ptr + out_row[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        y = rounded(acc / total[:, None], out_ptr.dtype.element_ty)
+        tl.store(
+            out_ptr + out_row[:, None] + column[None, :], rounded(y, out_ptr.dtype.element_ty), mask=inside[:, None]
+        )
     else:
         rows = tl.num_programs(1).to(tl.int64) * N * GROUP
         scratch = pid_s * rows + pid_h.to(tl.int64) * N * GROUP + m
@@ -230,5 +232,5 @@ def _combine_kernel(
     per_head = N * GROUP
     slot_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP
     out_row = (slot_head // KV_HEADS * N + position) * (KV_HEADS * GROUP) + slot_head % KV_HEADS * GROUP + g
-    y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    y = rounded(acc / total[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row[:, None] * D + d[None, :], y, mask=inside[:, None])

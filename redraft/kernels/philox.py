@@ -6,6 +6,8 @@ Pure function of (key, counter): any position of any pass can be drawn alone, on
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 _MASK = 0xFFFFFFFF
 _ROUND = (0xD2511F53, 0xCD9E8D57)
@@ -35,3 +37,22 @@ def _mul(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     low_part = (x & 0xFFFF) * factor
     high_part = (x >> 16) * factor + (low_part >> 16)
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+@triton.jit
+def philox_words(seed, c0, c1, c2, c3):
+    """`philox` inside a Triton kernel: four uint32 words for 32-bit counters that broadcast together, seed int64.
+
+    One wide multiplication gives both halves of a product; tl.philox spends two instructions on them.
+    """
+    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    a, b, c, d = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32)
+    for _ in tl.static_range(10):
+        left = a.to(tl.uint64) * 0xD2511F53
+        right = c.to(tl.uint64) * 0xCD9E8D57
+        a = (right >> 32).to(tl.uint32) ^ b ^ key0
+        c = (left >> 32).to(tl.uint32) ^ d ^ key1
+        b, d = right.to(tl.uint32), left.to(tl.uint32)
+        key0 = tl.add(key0, 0x9E3779B9, sanitize_overflow=False)
+        key1 = tl.add(key1, 0xBB67AE85, sanitize_overflow=False)
+    return a, b, c, d

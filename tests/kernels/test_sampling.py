@@ -6,9 +6,25 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from tolerance import DEVICE
 
-from redraft.kernels.philox import philox
-from redraft.kernels.sampling import counter_statistics, exponential_noise, random_tokens, stock_statistics
+from redraft.config import DecodeSettings
+from redraft.decode.entropy_bound import temperature
+from redraft.kernels.decoding import DecodeSlots
+from redraft.kernels.philox import philox, philox_words
+from redraft.kernels.sampling import (
+    SAMPLE,
+    SampleSettings,
+    Statistics,
+    counter_statistics,
+    exponential_noise,
+    probabilities,
+    random_tokens,
+    sample,
+    stock_statistics,
+)
 
 SEEDS = torch.tensor([1, 2**40 + 3])
 
@@ -106,3 +122,228 @@ def test_draws_depend_on_seed_canvas_step_and_position_only():
         random_tokens(SEEDS, 64, 1000, 1, 2),
     ):
         assert (base == other).float().mean() < 0.05
+
+
+CAP = 30.0
+SMALL = SampleSettings(block=64, num_warps=4)
+
+
+@triton.jit
+def _philox_kernel(seed_ptr, out_ptr, c1, c2, c3, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    a, b, c, d = philox_words(tl.load(seed_ptr), index - 4, c1, c2, c3)
+    for w, word in enumerate((a, b, c, d)):
+        tl.store(out_ptr + index * 4 + w, word.to(tl.int64))
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 3])
+def test_philox_in_triton(seed):
+    """Word for word, with counters on both sides of the wrap."""
+    seeds, out = torch.tensor([seed], device=DEVICE), torch.empty(16, 4, dtype=torch.int64, device=DEVICE)
+    _philox_kernel[(1,)](seeds, out, 2**31 - 1, -1, 7, BLOCK=16)
+    expected = philox(seeds, torch.arange(-4, 12, device=DEVICE), *torch.tensor([2**31 - 1, -1, 7], device=DEVICE))
+    assert torch.equal(out, expected)
+
+
+def make_slots(*settings, step=0, canvas=0):
+    slots = DecodeSlots.allocate(len(settings), DEVICE)
+    for b, setting in enumerate(settings):
+        slots.configure(b, setting, seed=[1, 2**40 + 3, -5][b], canvas_index=canvas + b)
+        slots.step[b] = step + b
+        slots.done[b] = 0
+    return slots
+
+
+def outputs(rows):
+    """Outputs full of nonsense, which a kernel has to overwrite."""
+    whole = {name: torch.full((rows,), -7, dtype=torch.int32, device=DEVICE) for name in ("draw", "argmax")}
+    real = {name: torch.full((rows,), math.nan, device=DEVICE) for name in ("entropy", "confidence", "log_norm")}
+    return {**whole, **real}
+
+
+def scaled(logits, settings, slots):
+    """The reference's input: soft-capped logits over each slot's temperature, [B, C, V]."""
+    capped = torch.tanh(logits.float() / CAP) * CAP
+    steps = [temperature(s, int(slots.step[b]) + 1) for b, s in enumerate(settings)]
+    per_slot = torch.stack(steps).to(logits.device)
+    return capped.view(len(settings), -1, logits.shape[1]) / per_slot[:, None, None]
+
+
+def reference(logits, settings, slots):
+    """counter_statistics slot by slot, flattened."""
+    parts = [
+        counter_statistics(x[None], slots.seed[b : b + 1], int(slots.canvas_index[b]), int(slots.step[b]) + 1)
+        for b, x in enumerate(scaled(logits, settings, slots))
+    ]
+    return Statistics(
+        *(torch.cat([getattr(p, n)[0] for p in parts]) for n in ("draw", "argmax", "entropy", "confidence"))
+    )
+
+
+def check(logits, settings, slots, out, entropy_atol=1e-4):
+    """argmax exact; the draw may only differ where two scores are as close as their rounding."""
+    expected = reference(logits, settings, slots)
+    assert torch.equal(out["argmax"].long(), logits.float().argmax(-1))
+    torch.testing.assert_close(out["entropy"], expected.entropy.clamp(min=0), atol=entropy_atol, rtol=1e-4)
+    torch.testing.assert_close(out["confidence"], expected.confidence, atol=1e-4, rtol=1e-4)
+    x = scaled(logits, settings, slots)
+    torch.testing.assert_close(out["log_norm"], x.flatten(0, 1).logsumexp(-1), atol=1e-4, rtol=1e-5)
+    count = x.shape[1]
+    for row in (out["draw"].long() != expected.draw).nonzero().flatten().tolist():
+        b = row // count
+        noise = exponential_noise(
+            slots.seed[b : b + 1], count, x.shape[2], int(slots.canvas_index[b]), int(slots.step[b]) + 1
+        )
+        score = x[b, row % count] - noise[0, row % count].log()
+        assert score[out["draw"][row].long()] > score.max() - 1e-3, f"row {row}: a clearly smaller score was drawn"
+    return (out["draw"].long() == expected.draw).float().mean()
+
+
+@pytest.mark.parametrize("vocab", [64, 256, 300, 1])
+@pytest.mark.parametrize("spread", [0.1, 4.0, 40.0])
+def test_sample_against_reference(vocab, spread):
+    torch.manual_seed(vocab)
+    settings = [DecodeSettings(), DecodeSettings(max_denoising_steps=7, t_min=0.5, t_max=1.3)]
+    slots, out = make_slots(*settings, step=3, canvas=2), outputs(4)
+    logits = (torch.randn(4, vocab, device=DEVICE) * spread).bfloat16()
+    sample(logits, slots, 2, CAP, settings=SMALL, **out)
+    assert check(logits, settings, slots, out) == 1
+
+
+@pytest.mark.parametrize("t", [0.4, 0.05, 1e-3])
+def test_sample_at_small_temperatures(t):
+    """Below T = cap * log2(e) / 108.5 = 0.3989 the kernel looks for the maximum first: exp(30 / T) would overflow.
+
+    The scaled logits reach 30 / T, so that fp32 knows the entropy's terms to about 30 / T * 2^-22.
+    """
+    torch.manual_seed(1)
+    settings = [DecodeSettings(t_min=t, t_max=t)]
+    slots, out = make_slots(*settings), outputs(3)
+    logits = (torch.randn(3, 200, device=DEVICE) * 20).bfloat16()
+    logits[0] = -20.0
+    logits[1, 7:9] = 40.0
+    sample(logits, slots, 3, CAP, settings=SMALL, **out)
+    expected = reference(logits, settings, slots)
+    assert torch.equal(out["argmax"].long(), logits.float().argmax(-1))
+    assert torch.equal(out["draw"].long(), expected.draw)
+    error = max(1e-4, 30 / t * 2**-20)
+    torch.testing.assert_close(out["entropy"], expected.entropy.clamp(min=0), atol=error, rtol=1e-4)
+    torch.testing.assert_close(out["confidence"], expected.confidence, atol=error, rtol=1e-4)
+
+
+def test_sample_extremes():
+    """-inf and huge logits cap at -+30; ties, across tiles and where the cap hides a difference; NaN in one row."""
+    settings = [DecodeSettings()]
+    slots, out = make_slots(*settings), outputs(7)
+    logits = torch.zeros(7, 200, device=DEVICE).bfloat16()
+    logits[0] = -math.inf
+    logits[1] = -math.inf
+    logits[1, 150] = 0.0
+    logits[2, 70], logits[2, 199] = 3e38, math.inf
+    logits[3, [60, 64, 130]] = 5.0
+    logits[4, 10], logits[4, 20] = 1000.0, 1008.0
+    logits[5] = -3e38
+    logits[6] = math.nan
+    sample(logits, slots, 7, CAP, settings=SMALL, **out)
+    assert out["argmax"][:6].tolist() == [0, 150, 199, 60, 20, 0]
+    assert 0 <= int(out["argmax"][6]) < 200 and 0 <= int(out["draw"][6]) < 200
+    expected = reference(logits, settings, slots)
+    torch.testing.assert_close(out["entropy"][:6], expected.entropy[:6].clamp(min=0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out["confidence"][:6], expected.confidence[:6], atol=1e-5, rtol=1e-4)
+    assert torch.equal(out["draw"][:6].long(), expected.draw[:6])
+
+
+def test_a_sure_position_has_no_entropy():
+    """One logit far above the rest: entropy below 1e-6, where the difference of two sums near 75 would show 1e-5."""
+    slots, out = make_slots(DecodeSettings()), outputs(1)
+    logits = torch.full((1, 256), -20.0, device=DEVICE).bfloat16()
+    logits[0, 3] = 25.0
+    sample(logits, slots, 1, CAP, settings=SMALL, **out)
+    assert 0 <= out["entropy"].item() < 1e-5
+    assert out["confidence"].item() == 1
+
+
+def test_done_slots_are_left_alone():
+    slots, out = make_slots(DecodeSettings(), DecodeSettings()), outputs(4)
+    slots.done[0] = 1
+    logits = torch.randn(4, 100, device=DEVICE).bfloat16()
+    sample(logits, slots, 2, CAP, settings=SMALL, **out)
+    assert out["draw"][:2].tolist() == [-7] * 2
+    assert out["entropy"][:2].isnan().all()
+    assert out["entropy"][2:].isfinite().all()
+    probabilities(logits, out["log_norm"], slots, 2, CAP, out=logits, settings=SMALL)
+    assert (logits[:2] == 0).all()
+    torch.testing.assert_close(logits[2:].float().sum(-1), torch.ones(2, device=DEVICE), atol=1e-2, rtol=0)
+
+
+def test_the_draw_does_not_depend_on_the_batch():
+    torch.manual_seed(2)
+    settings = [DecodeSettings(), DecodeSettings(t_max=1.0)]
+    slots, out = make_slots(*settings, step=2), outputs(4)
+    logits = torch.randn(4, 200, device=DEVICE).bfloat16()
+    sample(logits, slots, 2, CAP, settings=SMALL, **out)
+    alone, other = make_slots(DecodeSettings(), step=3), outputs(2)
+    alone.seed[0], alone.canvas_index[0] = slots.seed[1], slots.canvas_index[1]
+    alone.t_max[0] = 1.0
+    sample(logits[2:], alone, 2, CAP, settings=SMALL, **other)
+    for name, value in other.items():
+        assert torch.equal(out[name][2:], value), name
+
+
+@pytest.mark.parametrize("vocab", [64, 300])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_probabilities_against_reference(vocab, in_place):
+    """BF16 rounds to 2^-8 of a value at most; 1e-3 is room for the exponentials' own 2^-22 of logits up to 30 / T."""
+    torch.manual_seed(3)
+    settings = [DecodeSettings(), DecodeSettings(t_min=0.1, t_max=0.2)]
+    slots, out = make_slots(*settings, step=1), outputs(2)
+    logits = (torch.randn(2, vocab, device=DEVICE) * 5).bfloat16()
+    sample(logits, slots, 1, CAP, settings=SMALL, **out)
+    expected = scaled(logits, settings, slots).softmax(-1).flatten(0, 1)
+    target = logits if in_place else torch.full_like(logits, math.nan)
+    probabilities(logits, out["log_norm"], slots, 1, CAP, out=target, settings=SMALL)
+    torch.testing.assert_close(target.float(), expected, rtol=2**-8 + 1e-3, atol=1e-30)
+
+
+@pytest.mark.gpu
+def test_sampled_draws_follow_the_distribution():
+    """Chi-square of 50,000 draws over 8 tokens through the kernel: 99.9 % quantile of 7 degrees of freedom is 24.3."""
+    settings, rows = DecodeSettings(t_min=1.0, t_max=1.0), 50_000
+    slots, out = make_slots(settings), outputs(rows)
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0], device=DEVICE).bfloat16().repeat(rows, 1)
+    sample(logits, slots, rows, CAP, settings=SMALL, **out)
+    expected = scaled(logits, [settings], slots)[0, 0].softmax(-1) * rows
+    observed = torch.bincount(out["draw"].long(), minlength=8)
+    assert ((observed - expected) ** 2 / expected).sum() < 24.3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(1, 262_144), (17, 262_144), (255, 262_144), (257, 262_144), (256, 100_003)]
+)
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_sample_at_real_shapes(rows, vocab, spread):
+    torch.manual_seed(rows)
+    settings = [DecodeSettings()]
+    slots, out, again = make_slots(*settings, step=20), outputs(rows), outputs(rows)
+    logits = (torch.randn(rows, vocab, device=DEVICE) * spread).bfloat16()
+    sample(logits, slots, rows, CAP, settings=SAMPLE, **out)
+    assert check(logits, settings, slots, out) > 0.99
+    sample(logits, slots, rows, CAP, settings=SAMPLE, **again)
+    assert all(torch.equal(out[name], again[name]) for name in out)
+    expected = scaled(logits, settings, slots)[0].softmax(-1)
+    probabilities(logits, out["log_norm"], slots, rows, CAP, out=logits)
+    torch.testing.assert_close(logits.float(), expected, rtol=2**-8 + 1e-3, atol=1e-30)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_gigabytes_of_entries():
+    """Row 8,200 of 262,144 starts past 2^31 entries."""
+    rows = 8_256
+    slots, out = make_slots(DecodeSettings()), outputs(rows)
+    logits = torch.zeros(rows, 262_144, dtype=torch.bfloat16, device=DEVICE)
+    logits[-1, 5] = 20.0
+    sample(logits, slots, rows, CAP, **out)
+    assert out["argmax"][-1] == 5 and out["argmax"][:-1].max() == 0
+    probabilities(logits, out["log_norm"], slots, rows, CAP, out=logits)
+    assert logits[-1, 5] == 1
