@@ -182,8 +182,8 @@ class _Draw:
         plain: dict[str, torch.Tensor | None] = {"v_proj": None}
         for key, (_, shape) in layer_tensors(self.config, index).items():
             plain[key] = self._matrix(shape) if len(shape) > 1 else self._vector(key, shape)
-        packed = self._experts()
-        return LayerWeights(**plain, experts=self._unpack(packed) if dense else packed)  # type: ignore[arg-type]
+        packed = draw_experts(self.config, self.spec, self.generator)
+        return LayerWeights(**plain, experts=unpack_experts(packed, self.dtype) if dense else packed)  # type: ignore[arg-type]
 
     def shared(self, layers: list[LayerWeights]) -> Weights:
         tensors = {
@@ -200,39 +200,44 @@ class _Draw:
         value = shape[0] ** -0.25 if key in ("q_norm", "k_norm") else 1.0
         return torch.full(shape, value, device=self.device, dtype=self.dtype)
 
-    def _experts(self) -> PackedExperts:
-        width = {"gu": self.config.hidden_size, "dn": self.config.moe_intermediate_size}
-        tensors = {}
-        for name, (_, shape) in packed_shapes(self.config, self.spec).items():
-            if name.endswith("q"):
-                tensors[name] = self._bytes(shape)
-            elif name.endswith("s"):
-                tensors[name] = self._around(shape, width[name[:2]] ** -0.5 / NIBBLE_STD, 0.25)
-            else:
-                tensors[name] = self._around(shape, NIBBLE_MEAN, 0.05)
-        return PackedExperts(**tensors)
 
-    def _bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Uniform bytes, drawn eight at a time."""
-        count = math.prod(shape)
-        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
-        words.random_(-(2**63), None, generator=self.generator)
-        return words.view(torch.uint8)[:count].view(shape)
+def draw_experts(config: ModelConfig, spec: QuantSpec, generator: torch.Generator) -> PackedExperts:
+    """One layer's experts, packed, on the generator's device."""
+    width = {"gu": config.hidden_size, "dn": config.moe_intermediate_size}
+    tensors = {}
+    for name, (_, shape) in packed_shapes(config, spec).items():
+        if name.endswith("q"):
+            tensors[name] = _bytes(shape, generator)
+        elif name.endswith("s"):
+            tensors[name] = _around(shape, width[name[:2]] ** -0.5 / NIBBLE_STD, 0.25, generator)
+        else:
+            tensors[name] = _around(shape, NIBBLE_MEAN, 0.05, generator)
+    return PackedExperts(**tensors)
 
-    def _around(self, shape: tuple[int, ...], middle: float, spread: float) -> torch.Tensor:
-        """fp16, uniform within `spread` (relative) of `middle`."""
-        noise = torch.rand(shape, generator=self.generator, device=self.device, dtype=torch.float32)
-        return noise.mul_(2 * spread).add_(1 - spread).mul_(middle).half()
 
-    def _unpack(self, packed: PackedExperts) -> DenseExperts:
-        """The same experts in `dtype`, one expert's fp32 copy at a time."""
-        e, h, i = self.config.num_experts, self.config.hidden_size, self.config.moe_intermediate_size
-        gate_up = torch.empty(e, 2 * i, h, device=self.device, dtype=self.dtype)
-        down = torch.empty(e, h, i, device=self.device, dtype=self.dtype)
-        for j in range(e):
-            gate_up[j] = dequantize(packed.gu_q[j], packed.gu_s[j], packed.gu_z[j], self.dtype)
-            down[j] = dequantize(packed.dn_q[j], packed.dn_s[j], packed.dn_z[j], self.dtype)
-        return DenseExperts(gate_up, down)
+def unpack_experts(packed: PackedExperts, dtype: torch.dtype) -> DenseExperts:
+    """The same experts unpacked in `dtype`, with no more than one expert's fp32 copy at a time."""
+    experts, rows, half = packed.gu_q.shape
+    gate_up = torch.empty(experts, rows, 2 * half, device=packed.gu_q.device, dtype=dtype)
+    down = torch.empty(experts, 2 * half, rows // 2, device=packed.gu_q.device, dtype=dtype)
+    for e in range(experts):
+        gate_up[e] = dequantize(packed.gu_q[e], packed.gu_s[e], packed.gu_z[e], dtype)
+        down[e] = dequantize(packed.dn_q[e], packed.dn_s[e], packed.dn_z[e], dtype)
+    return DenseExperts(gate_up, down)
+
+
+def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Uniform bytes, drawn eight at a time."""
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count].view(shape)
+
+
+def _around(shape: tuple[int, ...], middle: float, spread: float, generator: torch.Generator) -> torch.Tensor:
+    """fp16, uniform within `spread` (relative) of `middle`."""
+    noise = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return noise.mul_(2 * spread).add_(1 - spread).mul_(middle).half()
 
 
 def _check_memory(model: str | Path, needed: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The command `redraft`: one module per subcommand, imported when it is asked for, and one place for errors.
 
-A subcommand is a module here with a function `command`; its docstring is the help text. Modules import torch and the
-engine inside functions, so that `--help` and a mistyped option answer at once.
+A subcommand is a module here with a function `command`, or with a typer group `app`; docstrings are the help texts.
+Modules import torch and the engine inside functions, so that `--help` and a mistyped option answer at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from redraft.errors import RedraftError
 # OpenMP threads that spin while they wait make a 0.3 s answer take 17 s once another program shares two cores.
 LIBRARY_SETTINGS = {"OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
 
-COMMANDS = ("demo", "generate", "chat", "quantize", "inspect", "eval")
+COMMANDS = ("demo", "generate", "chat", "quantize", "inspect", "eval", "probe", "bench", "profile", "tune")
 
 # typer keeps the base class of its usage errors private (and moved it between releases); BadParameter is public.
 _TyperUsageError: Any = typer.BadParameter.__mro__[1]
@@ -48,8 +48,11 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        module = importlib.import_module(f"redraft.cli.{cmd_name}")
+        if not hasattr(module, "command"):
+            return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False)
-        app.command(cmd_name)(importlib.import_module(f"redraft.cli.{cmd_name}").command)
+        app.command(cmd_name)(module.command)
         return typer.main.get_command(app)
 
     def invoke(self, ctx: Any) -> Any:

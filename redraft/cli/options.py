@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,11 @@ TierOption = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Where to compute.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the roofline to a png, svg or pdf (needs matplotlib)."),
+]
+Only = Annotated[str | None, typer.Option("--only", metavar="NAME", help="Only kernels whose name contains NAME.")]
 
 
 def decode_settings(

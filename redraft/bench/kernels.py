@@ -1,0 +1,254 @@
+"""`redraft bench kernels`: every kernel against its torch reference, first for correctness, then for speed.
+
+A kernel's file in `bench/cases/` has its name and holds `CASES`. A case builds a `Problem`: fresh random inputs, a
+call, and what the call must write. The gate poisons every output, compares it with the reference and wants a second
+run to repeat it bit for bit; only what passes is timed. On a GPU a case runs at the real model's shapes over several
+sets of inputs that together exceed the L2 cache, replayed as one CUDA graph. Without a GPU Triton's interpreter runs
+the gate at small shapes, and there is no speed to report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from redraft.bench.roofline import Point, Roofline, Work
+from redraft.bench.timing import Timing, measure
+from redraft.config import ModelConfig, QuantSpec
+from redraft.errors import RedraftError, UsageError
+from redraft.random_model import PRESETS
+
+Tensors = dict[str, torch.Tensor]
+
+POISON_INT = -77  # no kernel writes it
+CACHES = 3  # times the L2 cache that all sets of inputs take
+MOST_COPIES = 32
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The shapes of a case: a network, slots in the batch and committed positions of each."""
+
+    config: ModelConfig
+    spec: QuantSpec
+    batch: int
+    prefix: int
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.config.canvas_length
+
+
+@dataclass
+class Problem:
+    """One case with its inputs.
+
+    run: launch into `outputs`. outputs: by name, views that `run` fills. reference: what they should hold, computed in
+    torch from the same inputs, in any dtype; an output it leaves out must repeat but is not compared. tolerance: the
+    largest relative error ||out - ref|| / ||ref|| of a floating output; integers must be equal. inplace: outputs that
+    are inputs too, which are not poisoned; `reset` restores them. stock: the same operation as a user of torch writes
+    it. compiles: whether torch.compile makes sense on it.
+    """
+
+    run: Callable[[], object]
+    outputs: Tensors
+    reference: Callable[[], Tensors]
+    work: Work
+    tolerance: float
+    stock: Callable[[], object] | None = None
+    compiles: bool = False
+    inplace: frozenset[str] = frozenset()
+    reset: Callable[[], object] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A kernel to check and to time. name: `kernel` or `kernel.variant`, the kernel being the file in kernels/.
+
+    build(scale, generator, changes): `changes` replaces fields of the kernel's launch settings. candidates: such
+    changes for `redraft tune kernels` to try; none where the kernel has no settings.
+    """
+
+    name: str
+    build: Callable[[Scale, torch.Generator, Mapping[str, Any]], Problem]
+    candidates: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether a kernel is right. error: the largest relative error of its outputs."""
+
+    passed: bool
+    error: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """One case: its gate and, where it passed on a GPU, the times in ms."""
+
+    name: str
+    gate: Gate
+    tolerance: float | None
+    work: Work | None = None
+    timing: Timing | None = None
+    stock_ms: float | None = None
+    compiled_ms: float | None = None
+
+    def point(self) -> Point | None:
+        return Point(self.name, self.work, self.timing.median) if self.work and self.timing else None
+
+    def to_dict(self, roofline: Roofline | None) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "kernel": self.name,
+            "passed": self.gate.passed,
+            "error": self.gate.error,
+            "tolerance": self.tolerance,
+            "reason": self.gate.reason,
+        }
+        if self.work and self.timing and roofline:
+            ms = self.timing.median
+            result |= {
+                "us": ms * 1e3,
+                "us_low": self.timing.low * 1e3,
+                "us_high": self.timing.high * 1e3,
+                "bytes": self.work.bytes,
+                "flops": self.work.flops,
+                "gbps": self.work.bytes / ms / 1e6,
+                "floor_us": roofline.floor_ms(self.work) * 1e3,
+                "share_of_roofline": roofline.share(self.work, ms),
+                "torch_us": None if self.stock_ms is None else self.stock_ms * 1e3,
+                "compiled_us": None if self.compiled_ms is None else self.compiled_ms * 1e3,
+            }
+        return result
+
+
+def use_interpreter() -> None:
+    """Have Triton interpret kernels, as a machine without a GPU must. Raises RedraftError when it is too late."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from redraft.kernels.launch import INTERPRET
+
+    if not INTERPRET.value:
+        raise RedraftError("Triton was imported before its interpreter was switched on; set TRITON_INTERPRET=1")
+
+
+def load_cases() -> list[KernelCase]:
+    """Every case of every file in bench/cases/, in the order of their names."""
+    from redraft.bench import cases
+
+    modules = sorted(m.name for m in pkgutil.iter_modules(cases.__path__))
+    found = [case for name in modules for case in importlib.import_module(f"{cases.__name__}.{name}").CASES]
+    return sorted(found, key=lambda case: case.name)
+
+
+def select_cases(pattern: str | None) -> list[KernelCase]:
+    """Cases whose name contains `pattern`. Raises UsageError when there is none."""
+    cases = load_cases()
+    chosen = [case for case in cases if pattern is None or pattern in case.name]
+    if not chosen:
+        raise UsageError(f"no kernel is called like {pattern!r}; there are {', '.join(c.name for c in cases)}")
+    return chosen
+
+
+def scale_for(device: torch.device, batch: int = 1, prompt_tokens: int = 1024) -> Scale:
+    """The real shapes on a GPU; small ones for the interpreter elsewhere."""
+    if device.type == "cuda":
+        return Scale(PRESETS["26b-a4b"], QuantSpec(), batch, prompt_tokens, device)
+    return Scale(PRESETS["tiny"], QuantSpec(), batch, min(prompt_tokens, 60), device)
+
+
+def bench_kernels(
+    cases: list[KernelCase], scale: Scale, *, seed: int = 0, compile_stock: bool = False
+) -> Iterator[KernelResult]:
+    """Check every case and, on a GPU, time those that are right."""
+    for case in cases:
+        yield _bench(case, scale, seed, compile_stock)
+
+
+def _bench(case: KernelCase, scale: Scale, seed: int, compile_stock: bool) -> KernelResult:
+    generator = torch.Generator(scale.device).manual_seed(seed)
+    try:
+        problem = case.build(scale, generator, {})
+        gate = check(problem)
+    except Exception as e:  # a kernel may fail to compile or to launch in many ways: that is its result, not the end
+        return KernelResult(case.name, Gate(False, float("inf"), _first_line(e)), None)
+    if not gate.passed or scale.device.type != "cuda":
+        return KernelResult(case.name, gate, problem.tolerance)
+    problems = copies(case, scale, generator, problem, {})
+    stock = compiled = None
+    if problem.stock is not None:
+        stock = measure([p.stock for p in problems if p.stock], scale.device).median
+    if compile_stock and problem.compiles and problem.stock is not None:
+        fast = [torch.compile(p.stock) for p in problems[:2] if p.stock]
+        compiled = measure(fast, scale.device).median
+    timing = time_problems(problems, scale.device)
+    return KernelResult(case.name, gate, problem.tolerance, problem.work, timing, stock, compiled)
+
+
+def time_problems(problems: list[Problem], device: torch.device) -> Timing:
+    """Time of one run, over all sets of inputs in turn."""
+    return measure([p.run for p in problems], device, graph=True)
+
+
+def copies(
+    case: KernelCase, scale: Scale, generator: torch.Generator, first: Problem, changes: Mapping[str, Any]
+) -> list[Problem]:
+    """Enough problems of a case that their data exceed the L2 cache."""
+    cache = torch.cuda.get_device_properties(scale.device).L2_cache_size
+    count = min(MOST_COPIES, 1 + int(CACHES * cache // max(first.work.bytes, 1)))
+    return [first, *(case.build(scale, generator, changes) for _ in range(max(1, count - 1)))]
+
+
+def check(problem: Problem) -> Gate:
+    """Run twice on poisoned outputs; compare with the reference, and the second run with the first."""
+    problem.reset()
+    reference = problem.reference()
+    first = _run(problem)
+    second = _run(problem)
+    for name, got in first.items():
+        if not torch.equal(got.nan_to_num(), second[name].nan_to_num()):
+            return Gate(False, float("inf"), f"{name}: a second run gave other bits")
+    error = 0.0
+    for name, expected in reference.items():
+        got = first[name]
+        if not got.is_floating_point():
+            wrong = int((got.long() != expected.long()).sum())
+            if wrong:
+                return Gate(False, float("inf"), f"{name}: {wrong} of {got.numel()} integers differ")
+            continue
+        if not bool((got.isfinite() == expected.isfinite()).all()):
+            return Gate(False, float("inf"), f"{name}: not finite where the reference is, or the other way round")
+        error = max(error, relative_error(got, expected))
+        if error > problem.tolerance:
+            return Gate(False, error, f"{name}: relative error {error:.2e} exceeds {problem.tolerance:.2e}")
+    return Gate(True, error)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """||got - expected|| / ||expected|| in fp64, over finite entries."""
+    finite = expected.isfinite()
+    a, b = got[finite].double(), expected[finite].double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def _run(problem: Problem) -> Tensors:
+    """Copies of the outputs after one run on poison."""
+    problem.reset()
+    for name, tensor in problem.outputs.items():
+        if name not in problem.inplace:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else POISON_INT)
+    problem.run()
+    return {name: tensor.clone() for name, tensor in problem.outputs.items()}
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,152 @@
+"""Timing: warm-up, then medians; on a GPU by events, and as a CUDA graph where launches would be timed instead."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+WARM_UP = 3
+LEAST_RUNS, MOST_RUNS = 5, 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median and the 10th and 90th percentile. `graph`: replayed as a CUDA graph."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+    graph: bool = False
+
+    @classmethod
+    def of(cls, samples: Sequence[float], graph: bool = False) -> Timing:
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+        return cls(statistics.median(ordered), low, high, len(ordered), graph)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_ms(call: Call, device: torch.device) -> float:
+    """Wall-clock milliseconds of one call, the device's work included."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - began) * 1e3
+
+
+def measure(calls: Call | Sequence[Call], device: torch.device, *, seconds: float = 0.3, graph: bool = False) -> Timing:
+    """Time of one call after warming up, repeated for about `seconds`.
+
+    Several calls (the same work on other data) are timed as one sequence and their mean taken: where their data exceed
+    the cache, each starts cold. `graph` replays the sequence as a CUDA graph, so that no launch is timed; the calls
+    must then neither wait for the device nor allocate outside torch's allocator.
+    """
+    sequence = [calls] if callable(calls) else list(calls)
+
+    def run() -> None:
+        for call in sequence:
+            call()
+
+    graph = graph and device.type == "cuda"
+    timed = _capture(run, device) if graph else run
+    for _ in range(WARM_UP):
+        timed()
+    once = _sample(timed, device)
+    runs = max(LEAST_RUNS, min(MOST_RUNS, round(seconds * 1e3 / max(once, 1e-3))))
+    return Timing.of([_sample(timed, device) / len(sequence) for _ in range(runs)], graph)
+
+
+def interleave(arms: dict[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
+    """Sample every arm once a round, so that a clock that drifts drifts for all. An arm returns its milliseconds."""
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            samples[name].append(arm())
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _sample(call: Call, device: torch.device) -> float:
+    """Milliseconds of one call: between two events on a GPU, by the clock elsewhere."""
+    if device.type != "cuda":
+        return wall_ms(call, device)
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    before.record()
+    call()
+    after.record()
+    torch.cuda.synchronize(device)
+    return before.elapsed_time(after)
+
+
+def _capture(call: Call, device: torch.device) -> Call:
+    """The call as a CUDA graph, after a warm-up on another stream as capture demands."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call()
+    return captured.replay
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new peak of allocated memory (a GPU's only; a process's peak cannot be restarted)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak of allocated bytes since `reset_peak` on a GPU; the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on: device and versions."""
+    import redraft
+
+    return {
+        "device": device_name(device),
+        "redraft": redraft.__version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

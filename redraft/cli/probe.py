@@ -1,0 +1,47 @@
+"""`redraft probe`: what this machine can do at most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from redraft.cli import options
+
+if TYPE_CHECKING:
+    from redraft.bench.probe import Probe
+
+
+def command(
+    device: options.Device = None,
+    plot: options.Plot = None,
+    json_output: options.Json = False,
+) -> None:
+    """Measure memory bandwidth, matrix products and launch cost: the limits that every speed is held against."""
+    from redraft.bench.probe import probe
+    from redraft.bench.roofline import check_plot, plot_roofline
+    from redraft.bench.timing import environment
+    from redraft.cli.common import error_console, print_json, quiet_libraries
+    from redraft.device import pick_device
+
+    target = pick_device(device)
+    if plot is not None:
+        check_plot(plot)
+    with quiet_libraries(), error_console().status("measuring"):
+        result = probe(target)
+    _print(result)
+    if plot is not None:
+        plot_roofline(plot, result.roofline, [], f"{result.device}, {result.dtype}")
+    if json_output:
+        print_json({**result.to_dict(), "environment": environment(target)})
+
+
+def _print(result: Probe) -> None:
+    from redraft.cli.tables import table, table_console
+
+    rows = [("memory, copy", f"{result.copy_gbps:,.0f} GB/s"), ("memory, read", f"{result.read_gbps:,.0f} GB/s")]
+    for name, rate in result.matmul.items():
+        rows.append((f"matrix product, {name}", f"{rate:,.3f} TFLOP/s"))
+        rows.append(("  ridge", f"{rate * 1e3 / result.roofline.gbps:,.0f} FLOP/byte"))
+    rows.append(("launch of a tiny kernel", f"{result.launch_us:.2f} us"))
+    if result.graph_launch_us is not None:
+        rows.append(("the same in a CUDA graph", f"{result.graph_launch_us:.2f} us"))
+    table_console().print(table(("limit", "measured"), rows, result.device))

@@ -1,0 +1,1 @@
+"""Searching for launch settings: a setting that is not right is refused, whatever its speed."""

@@ -1,0 +1,99 @@
+"""`redraft tune kernels`: try every candidate of every kernel that has settings and write the GPU's table.
+
+Each candidate passes the correctness gate of `redraft bench kernels` before it is timed. The default stays unless a
+candidate is faster by more than the noise of a timing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redraft.bench.kernels import KernelCase, Problem, Scale, check, copies, time_problems
+from redraft.bench.timing import environment
+
+NOISE = 0.03  # of a time: what two timings of one setting may differ by
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting of one kernel. us is None where it was refused, for `reason`."""
+
+    kernel: str
+    changes: Mapping[str, Any]
+    us: float | None
+    reason: str = ""
+
+
+Timer = Callable[[KernelCase, Scale, torch.Generator, Problem, Mapping[str, Any]], float]
+
+
+def tune(cases: list[KernelCase], scale: Scale, seed: int = 0, timer: Timer | None = None) -> Iterator[Trial]:
+    """Try the default and every candidate of every case that has some. timer: microseconds of a checked problem."""
+    for case in cases:
+        for changes in ({}, *case.candidates) if case.candidates else ():
+            yield _try(case, scale, seed, changes, timer or _time)
+
+
+def _try(case: KernelCase, scale: Scale, seed: int, changes: Mapping[str, Any], timer: Timer) -> Trial:
+    generator = torch.Generator(scale.device).manual_seed(seed)
+    try:
+        problem = case.build(scale, generator, changes)
+        gate = check(problem)
+        if not gate.passed:
+            return Trial(case.name, changes, None, gate.reason)
+        return Trial(case.name, changes, timer(case, scale, generator, problem, changes))
+    except Exception as e:  # too much shared memory, a tile the compiler rejects: reasons to refuse a setting
+        return Trial(case.name, changes, None, f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
+
+
+def _time(
+    case: KernelCase, scale: Scale, generator: torch.Generator, problem: Problem, changes: Mapping[str, Any]
+) -> float:
+    problems = copies(case, scale, generator, problem, changes)
+    return time_problems(problems, scale.device).median * 1e3
+
+
+def best(trials: list[Trial]) -> dict[str, dict[str, Any]]:
+    """Settings by kernel for a table: the fastest accepted trial of each, {} where the default is as fast."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for kernel in dict.fromkeys(trial.kernel for trial in trials):
+        accepted = [t for t in trials if t.kernel == kernel and t.us is not None]
+        default = next((t for t in accepted if not t.changes), None)
+        fastest = min(accepted, key=lambda t: t.us or 0.0, default=None)
+        if fastest is None:
+            continue
+        keep = default is not None and (default.us or 0.0) <= (fastest.us or 0.0) * (1 + NOISE)
+        chosen[kernel] = {} if keep else dict(fastest.changes)
+    return chosen
+
+
+def table(trials: list[Trial], gpu: str, device: torch.device) -> dict[str, Any]:
+    """The content of a table: the winners, and every time they were chosen by."""
+    measured = [
+        {"kernel": t.kernel, "changes": dict(t.changes), "us": t.us, **({"refused": t.reason} if t.us is None else {})}
+        for t in trials
+    ]
+    return {"gpu": gpu, "versions": environment(device), "settings": best(trials), "measured": measured}
+
+
+def write_table(path: Path, content: dict[str, Any]) -> None:
+    """Write a table whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        partial = Path(file.name)
+        try:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(partial, 0o644)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
