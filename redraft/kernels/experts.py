@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from redraft.config import ModelConfig, QuantSpec
-from redraft.kernels.launch import INTERPRET, dot
+from redraft.kernels.launch import INTERPRET, dot, rounded
 from redraft.kernels.mlp import gated
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
 from redraft.quant.packing import dequantize, unpack_nibbles
@@ -258,8 +258,8 @@ def _gate_up_tile(
     gate, up = tl.split(acc.reshape(BLOCK_M // 16, 2, 8, BLOCK_N).permute(0, 2, 3, 1).reshape(HALF, BLOCK_N, 2))
     # gelu_tanh(g) = g * sigmoid(2 * sqrt(2/pi) * (g + 0.044715 g^3)), which does not overflow for large g.
     inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
-    y = (gate / (1.0 + tl.exp(-inner)) * up).to(tl.bfloat16)
-    tl.store(out_sums_ptr + slots * TILES + pid_m, tl.sum(y.to(tl.float32), 0), mask=valid)
+    y = rounded(gate / (1.0 + tl.exp(-inner)) * up, tl.bfloat16)
+    tl.store(out_sums_ptr + slots * TILES + pid_m, tl.sum(y, 0), mask=valid)
     offs = pid_m * HALF + tl.arange(0, HALF)
     tl.store(out_ptr + slots.to(tl.int64)[None, :] * INNER + offs[:, None], y, mask=valid[None, :])
 
@@ -340,7 +340,7 @@ def _down_tile(
         STAGES,
     )
     offs = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(out_ptr + slots.to(tl.int64)[None, :] * H + offs[:, None], acc.to(tl.bfloat16), mask=valid[None, :])
+    tl.store(out_ptr + slots.to(tl.int64)[None, :] * H + offs[:, None], rounded(acc, tl.bfloat16), mask=valid[None, :])
 
 
 @triton.jit

@@ -19,3 +19,12 @@ def dot(a, b):
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 x with only the digits of `dtype`. The interpreter truncates to BF16, so there it is rounded by its bits."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype).to(tl.float32)

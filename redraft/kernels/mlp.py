@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from redraft.kernels.norms import rounded
+from redraft.kernels.launch import rounded
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

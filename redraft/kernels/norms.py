@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from redraft.kernels.launch import INTERPRET
+from redraft.kernels.launch import rounded
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -86,15 +86,6 @@ def row_launch(hidden: int) -> dict[str, int]:
     """One program holds a whole row, 16 elements a thread: two 16-byte loads of BF16."""
     block = triton.next_power_of_2(hidden)
     return {"BLOCK_H": block, "num_warps": min(16, max(1, block // 512))}
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """fp32 x with only the digits of `dtype`. The interpreter truncates to BF16, so there it is rounded by its bits."""
-    if INTERPRET and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit

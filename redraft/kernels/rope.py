@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from redraft.config import LayerConfig
-from redraft.kernels.norms import rms_norm, rounded
+from redraft.kernels.launch import rounded
+from redraft.kernels.norms import rms_norm
 
 
 def inverse_frequencies(layer: LayerConfig) -> torch.Tensor:

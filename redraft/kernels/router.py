@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from redraft.kernels.launch import dot
-from redraft.kernels.norms import rms_norm, rounded
+from redraft.kernels.launch import dot, rounded
+from redraft.kernels.norms import rms_norm
 
 CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows
 SPLIT_ROWS = 2048  # from about this many rows on, tiles alone fill a GPU
