@@ -60,3 +60,32 @@ class DecodeSlots:
         self.t_min[slot], self.t_max[slot] = settings.t_min, settings.t_max
         self.entropy_bound[slot] = settings.entropy_bound
         self.confidence_threshold[slot] = settings.confidence_threshold
+
+
+@dataclass
+class Canvases:
+    """What denoising leaves behind per position, [B * C], and per slot, [B]. A slot that is done keeps its rows."""
+
+    tokens: torch.Tensor  # int64, the canvas that the next pass reads
+    argmax: torch.Tensor  # int64, of the last pass: the canvas to commit once the slot is done
+    entropy: torch.Tensor  # fp32, nats, of the last pass
+    accepted: torch.Tensor  # int8, whether the token was drawn (1) or re-drawn uniformly (0)
+    equal: torch.Tensor  # int32 [B], how many passes in a row left the argmax as it was
+    status: torch.Tensor  # int32 [B, 4] for the host: done, step, accepted positions, canvas index
+
+    @classmethod
+    def allocate(cls, batch: int, length: int, device: torch.device | str) -> Canvases:
+        """Zeros; kernels/acceptance.py starts a canvas."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        rows = batch * length
+        return cls(
+            tokens=zeros(rows, dtype=torch.int64),
+            argmax=zeros(rows, dtype=torch.int64),
+            entropy=zeros(rows, dtype=torch.float32),
+            accepted=zeros(rows, dtype=torch.int8),
+            equal=zeros(batch, dtype=torch.int32),
+            status=zeros(batch, 4, dtype=torch.int32),
+        )

@@ -7,29 +7,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tolerance import DEVICE
 
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+# fp32 tiles test the addressing. On a GPU their products are TF32, 2^-11 of values of order one.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 5e-3, "atol": 5e-3}
 
 
-def arena(batch, kv_heads, rows_cap, rows_max, dim, dtype, device):
+def arena(batch, kv_heads, rows_cap, rows_max, dim, dtype):
     """Keys and values full of NaN, as memory may be where nothing was written."""
-    return torch.full((2, batch, kv_heads, rows_cap + rows_max, dim), math.nan, dtype=dtype, device=device)
+    return torch.full((2, batch, kv_heads, rows_cap + rows_max, dim), math.nan, dtype=dtype, device=DEVICE)
 
 
-def make_case(
-    lengths, rows_cap, rows, heads, kv_heads, dim, dtype=torch.float32, device="cpu", rows_max=None, scale=1.0
-):
+def make_case(lengths, rows_cap, rows, heads, kv_heads, dim, dtype=torch.float32, rows_max=None, scale=1.0):
     """Random history per slot written into an arena; returns q, the arena, and the whole history [B, kv, L + N, D]."""
     batch, total = len(lengths), max(lengths) + rows
-    history = torch.randn(2, batch, kv_heads, total, dim, device=device).to(dtype)
-    store = arena(batch, kv_heads, rows_cap, rows_max or rows, dim, dtype, device)
+    history = torch.randn(2, batch, kv_heads, total, dim, device=DEVICE).to(dtype)
+    store = arena(batch, kv_heads, rows_cap, rows_max or rows, dim, dtype)
     for b, length in enumerate(lengths):
         for p in range(max(0, length - rows_cap), length):
             store[:, b, :, p % rows_cap] = history[:, b, :, p]
         store[:, b, :, rows_cap : rows_cap + rows] = history[:, b, :, length : length + rows]
-    q = (torch.randn(batch, heads, rows, dim, device=device) * scale / dim**0.5).to(dtype)
+    q = (torch.randn(batch, heads, rows, dim, device=DEVICE) * scale / dim**0.5).to(dtype)
     return q, store, history
 
 
@@ -73,12 +73,12 @@ def small(q, store, splits, block_m=16):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 16), (True, 5)])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sliding(lengths, causal, window, splits):
-    """A ring of 15 rows. fp32 throughout: sums of at most 55 products keep 1e-5."""
+    """A ring of 15 rows, with room for three more in-flight rows than the pass has."""
     torch.manual_seed(sum(lengths) + splits)
     q, store, history = make_case(lengths, 15, 17, 4, 2, 16, rows_max=20)
     out = launch(q, store, lengths, 15, causal, window, small(q, store, splits))
     expected = reference(q, history, lengths, 15, causal, window)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("rows", [1, 17])
@@ -91,7 +91,7 @@ def test_full(rows, causal, splits):
     q, store, history = make_case(lengths, 64, rows, 8, 1, 32, rows_max=20)
     settings = replace(small(q, store, splits), block_d=16)
     out = launch(q, store, lengths, 64, causal, None, settings)
-    torch.testing.assert_close(out.double(), reference(q, history, lengths, 64, causal, None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), reference(q, history, lengths, 64, causal, None), **CLOSE)
 
 
 def test_transposed_queries():
@@ -147,17 +147,17 @@ def test_settings_fit_a_smaller_gpu():
         assert 2 * (s.block_m * dim + s.num_stages * s.block_n * (dim + s.block_d)) <= 101_376
 
 
-@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kv_heads", "dim"), [(8, 256), (2, 512)])
 @pytest.mark.parametrize("rows", [1, 17, 255, 256, 257])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [[1024], [0, 1, 700, 1023, 1500]])
-def test_real_shapes(device, kv_heads, dim, rows, causal, lengths):
+def test_real_shapes(kv_heads, dim, rows, causal, lengths):
     """BF16 P and output: each rounding is 2^-9 of its value; outputs are averages of many unit normals, below 4."""
     torch.manual_seed(rows)
     sliding = dim == 256
     rows_cap, window = (1023, 1024) if sliding else (1536, None)
-    q, store, history = make_case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, device, rows_max=257)
+    q, store, history = make_case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, rows_max=257)
     settings = attention_settings(len(lengths), 16, kv_heads, rows, dim)
     out = launch(q, store, lengths, rows_cap, causal, window if causal else None, settings)
     expected = reference(q, history, lengths, rows_cap, causal, window if causal else None)

@@ -1,0 +1,136 @@
+"""The end of a pass: accept by the entropy bound, re-draw the rest, test whether the canvas is done, count the pass.
+
+The torch reference is decode/entropy_bound.py over a CounterStream (`accept`, `StopTest`, `EntropyBoundDecoder`).
+`finish_pass` does a step of it for every slot that is not done, one program a slot; `start_canvas` begins a canvas.
+
+Position i is accepted when the entropies before it in sorted order sum to at most the bound. No sort is needed:
+
+    before_i = sum of H_j over all j with (H_j, j) < (H_i, i)
+
+where ties go by position (torch's sort leaves them open). The sum runs in fp64, as torch's cumsum of fp32 does on a
+CPU, so its order does not show, and is rounded where the reference rounds. "The last k argmax canvases equal this one"
+is kept as the number of passes since the argmax last changed, which is at least k in just that case.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from redraft.kernels.decoding import CONVERGED, OUT_OF_STEPS, Canvases, DecodeSlots
+from redraft.kernels.philox import philox_words
+
+_CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)
+_CHUNK = tl.constexpr(16)  # positions compared with all others at a time
+
+
+def finish_pass(
+    draw: torch.Tensor,
+    argmax: torch.Tensor,
+    entropy: torch.Tensor,
+    slots: DecodeSlots,
+    canvases: Canvases,
+    length: int,
+    vocab: int,
+) -> None:
+    """Move every slot that is not done by one pass, from the outputs of `sampling.sample`, all [B * length]."""
+    _finish_kernel[(slots.step.shape[0],)](
+        draw, argmax, entropy,
+        canvases.tokens, canvases.argmax, canvases.entropy, canvases.accepted, canvases.equal, canvases.status,
+        slots.seed, slots.canvas_index, slots.step, slots.done, slots.max_steps, slots.stability,
+        slots.entropy_bound, slots.confidence_threshold,
+        vocab, C=length, BLOCK_C=triton.next_power_of_2(max(length, 16)), num_warps=8,
+    )  # fmt: skip
+
+
+def start_canvas(select: torch.Tensor, slots: DecodeSlots, canvases: Canvases, length: int, vocab: int) -> None:
+    """Begin the canvas `slots.canvas_index` of each slot with select int32 [B] not zero: random tokens, step 0."""
+    _start_kernel[(slots.step.shape[0],)](
+        select, canvases.tokens, canvases.argmax, canvases.accepted, canvases.equal, canvases.status,
+        slots.seed, slots.canvas_index, slots.step, slots.done,
+        vocab, C=length, BLOCK_C=triton.next_power_of_2(length), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _random_tokens(seed, canvas, step, position, vocab):
+    """sampling.random_tokens: canvas * 2 + REDRAW is the last counter word, and multiply-shift maps it to the range."""
+    word, _, _, _ = philox_words(seed, tl.zeros_like(position), position, step, canvas * 2 + 1)
+    return ((word.to(tl.uint64) * vocab) >> 32).to(tl.int64)
+
+
+@triton.jit
+def _store_status(status_ptr, slot, done, step, accepted, canvas):
+    tl.store(status_ptr + slot * 4, done)
+    tl.store(status_ptr + slot * 4 + 1, step)
+    tl.store(status_ptr + slot * 4 + 2, accepted)
+    tl.store(status_ptr + slot * 4 + 3, canvas)
+
+
+@triton.jit
+def _finish_kernel(
+    draw_ptr, argmax_ptr, entropy_ptr,
+    tokens_ptr, kept_argmax_ptr, kept_entropy_ptr, accepted_ptr, equal_ptr, status_ptr,
+    seed_ptr, canvas_ptr, step_ptr, done_ptr, max_steps_ptr, stability_ptr, bound_ptr, confidence_ptr,
+    vocab, C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    if tl.load(done_ptr + slot) != 0:
+        return
+    position = tl.arange(0, BLOCK_C)
+    inside, row = position < C, slot * C + position
+    step, canvas = tl.load(step_ptr + slot), tl.load(canvas_ptr + slot)
+
+    entropy = tl.load(entropy_ptr + row, mask=inside, other=0.0)
+    before = tl.zeros((BLOCK_C,), tl.float64)
+    for start in range(0, C, _CHUNK):
+        j = start + tl.arange(0, _CHUNK)
+        other = tl.load(entropy_ptr + slot * C + j, mask=j < C, other=float("inf"))
+        mine, theirs = entropy[:, None], other[None, :]
+        smaller = (theirs < mine) | ((theirs == mine) & (j[None, :] < position[:, None]))
+        smaller = smaller & (j < C)[None, :]
+        before += tl.sum(tl.where(smaller, theirs.to(tl.float64), 0.0), 1)
+    bound = tl.load(bound_ptr + slot)
+    accepted = ((before + entropy.to(tl.float64)).to(tl.float32) - entropy <= bound) & inside
+    redraw = _random_tokens(tl.load(seed_ptr + slot), canvas, step + 1, position, vocab)
+    draw = tl.load(draw_ptr + row, mask=inside, other=0).to(tl.int64)
+
+    argmax = tl.load(argmax_ptr + row, mask=inside, other=0).to(tl.int64)
+    previous = tl.load(kept_argmax_ptr + row, mask=inside, other=0)
+    changed = tl.sum(((argmax != previous) & inside).to(tl.int32), 0) > 0
+    equal = tl.where(changed | (step == 0), 0, tl.load(equal_ptr + slot) + 1)
+    mean = tl.sum(tl.where(inside, entropy.to(tl.float64), 0.0), 0).to(tl.float32) / C
+    sure = (equal >= tl.load(stability_ptr + slot)) & (mean < tl.load(confidence_ptr + slot))
+    done = tl.where(sure, _CONVERGED, 0) | tl.where(step + 1 >= tl.load(max_steps_ptr + slot), _OUT_OF_STEPS, 0)
+
+    tl.debug_barrier()  # every thread has read the slot's old state
+    tl.store(tokens_ptr + row, tl.where(accepted, draw, redraw), mask=inside)
+    tl.store(kept_argmax_ptr + row, argmax, mask=inside)
+    tl.store(kept_entropy_ptr + row, entropy, mask=inside)
+    tl.store(accepted_ptr + row, accepted.to(tl.int8), mask=inside)
+    tl.store(equal_ptr + slot, equal)
+    tl.store(step_ptr + slot, step + 1)
+    tl.store(done_ptr + slot, done)
+    _store_status(status_ptr, slot, done, step + 1, tl.sum(accepted.to(tl.int32), 0), canvas)
+
+
+@triton.jit
+def _start_kernel(
+    select_ptr, tokens_ptr, argmax_ptr, accepted_ptr, equal_ptr, status_ptr,
+    seed_ptr, canvas_ptr, step_ptr, done_ptr, vocab, C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    if tl.load(select_ptr + slot) == 0:
+        return
+    position = tl.arange(0, BLOCK_C)
+    inside, row = position < C, slot * C + position
+    canvas = tl.load(canvas_ptr + slot)
+    tokens = _random_tokens(tl.load(seed_ptr + slot), canvas, tl.zeros_like(position), position, vocab)
+    tl.store(tokens_ptr + row, tokens, mask=inside)
+    tl.store(argmax_ptr + row, tokens, mask=inside)
+    tl.store(accepted_ptr + row, tl.zeros((BLOCK_C,), tl.int8), mask=inside)
+    tl.store(equal_ptr + slot, 0)
+    tl.store(step_ptr + slot, 0)
+    tl.store(done_ptr + slot, 0)
+    _store_status(status_ptr, slot, 0, 0, 0, canvas)

@@ -1,0 +1,126 @@
+"""Self-conditioning against its torch reference and against model.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tolerance import DEVICE, assert_rounded_alike
+
+from redraft.config import DecodeSettings
+from redraft.decode.entropy_bound import temperature
+from redraft.kernels.decoding import DecodeSlots
+from redraft.kernels.norms import rms_norm
+from redraft.kernels.sampling import probabilities, sample
+from redraft.kernels.self_conditioning import (
+    SelfConditioningBuffers,
+    self_condition,
+    self_condition_reference,
+    soft_norm,
+)
+from redraft.weights import SelfConditioningWeights
+
+EPS = 1e-6
+
+
+def make_weights(hidden, intermediate, dtype=torch.bfloat16):
+    def randn(*shape):
+        return (torch.randn(shape, device=DEVICE) / shape[-1] ** 0.5).to(dtype)
+
+    pre_norm = 1 + randn(hidden)
+    return SelfConditioningWeights(
+        pre_norm, randn(intermediate, hidden), randn(intermediate, hidden), randn(hidden, intermediate)
+    )
+
+
+def make_slots(steps):
+    slots = DecodeSlots.allocate(len(steps), DEVICE)
+    for b, step in enumerate(steps):
+        slots.configure(b, DecodeSettings(), seed=b)
+        slots.step[b], slots.done[b] = step, 0
+    return slots
+
+
+def sqrt_bf16(hidden):
+    return float(torch.tensor(hidden**0.5, dtype=torch.bfloat16))
+
+
+def run(probs, embed, weights, slots, count):
+    rows, hidden = probs.shape[0], embed.shape[1]
+    buffers = SelfConditioningBuffers.allocate(rows, hidden, weights.down_proj.shape[1], embed.dtype, DEVICE)
+    for tensor in vars(buffers).values():
+        tensor.fill_(math.nan)
+    gate_up = torch.cat((weights.gate_proj, weights.up_proj))
+    self_condition(probs, embed, weights, gate_up, slots, count, sqrt_bf16(hidden), EPS, buffers)
+    return buffers.signal
+
+
+@pytest.mark.parametrize("hidden", [96, 128])
+def test_against_reference(hidden):
+    """The slot on its first pass reads NaN where its probabilities would be, and still signals zero."""
+    torch.manual_seed(hidden)
+    count, vocab = 3, 40
+    weights = make_weights(hidden, 64)
+    embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
+    probs = (torch.randn(3 * count, vocab, device=DEVICE) * 3).softmax(-1).bfloat16()
+    first = torch.tensor([False, True, False], device=DEVICE).repeat_interleave(count)
+    expected = self_condition_reference(probs, embed, weights, first, EPS)
+    probs[first] = math.nan
+    signal = run(probs, embed, weights, make_slots([4, 0, 1]), count)
+    assert (signal[first].float().abs() < 2e-38).all()
+    assert_rounded_alike(signal, expected, share=0.9)  # two more matrix products after the first rounding
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_soft_norm(rows):
+    torch.manual_seed(rows)
+    soft, weight = torch.randn(2 * rows, 100, device=DEVICE).bfloat16(), torch.randn(100, device=DEVICE).bfloat16()
+    soft[0] = 0.0
+    scale = sqrt_bf16(100)
+    expected = rms_norm(soft * torch.tensor(scale).bfloat16(), weight, EPS)
+    soft[rows:] = math.nan
+    expected[rows:] = 0.0
+    soft_norm(soft, weight, make_slots([1, 0]), rows, scale, EPS)
+    assert_rounded_alike(soft, expected)
+
+
+def test_from_the_logits_of_the_pass_before():
+    """sample, probabilities and self_condition together are model.py's softmax of the scaled logits and its MLP."""
+    torch.manual_seed(5)
+    count, vocab, hidden = 2, 200, 64
+    weights, slots = make_weights(hidden, 32), make_slots([2])
+    embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
+    logits = (torch.randn(count, vocab, device=DEVICE) * 6).bfloat16()
+    scaled = torch.tanh(logits.float() / 30) * 30 / temperature(DecodeSettings(), 3).to(DEVICE)
+    probs = scaled.softmax(-1, dtype=torch.float32).bfloat16()
+    expected = self_condition_reference(probs, embed, weights, torch.zeros(count, dtype=torch.bool, device=DEVICE), EPS)
+    whole = [torch.empty(count, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    entropy, confidence, log_norm = (torch.empty(count, device=DEVICE) for _ in range(3))
+    sample(
+        logits, slots, count, 30.0,
+        draw=whole[0], argmax=whole[1], entropy=entropy, confidence=confidence, log_norm=log_norm,
+    )  # fmt: skip
+    probabilities(logits, log_norm, slots, count, 30.0, out=logits)
+    assert_rounded_alike(logits, probs)
+    signal = run(logits, embed, weights, slots, count)
+    # A probability next to a rounding boundary may go either way: 2^-8 of it, through three matrix products.
+    torch.testing.assert_close(signal.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 17, 255, 256, 257])
+def test_real_shapes(rows):
+    """Relative RMS error against fp64 arithmetic: a handful of BF16 roundings, 2^-9 / sqrt(3) each."""
+    torch.manual_seed(rows)
+    vocab, hidden, intermediate = 262_144, 2816, 2112
+    weights = make_weights(hidden, intermediate)
+    embed = (torch.randn(vocab, hidden, device=DEVICE) * 0.03).bfloat16()
+    probs = (torch.randn(rows, vocab, device=DEVICE) * 4).softmax(-1).bfloat16()
+    signal = run(probs, embed, weights, make_slots([1]), rows)
+    soft = torch.cat([probs.double() @ part.double() for part in embed.split(704, dim=1)], dim=1)
+    normed = rms_norm(soft.float() * sqrt_bf16(hidden), weights.pre_norm.float(), EPS)
+    gate, up = normed @ weights.gate_proj.float().t(), normed @ weights.up_proj.float().t()
+    exact = (torch.nn.functional.gelu(gate, approximate="tanh") * up) @ weights.down_proj.float().t()
+    assert (signal.float() - exact).square().mean().sqrt() < 8e-3 * exact.square().mean().sqrt()
+    assert torch.equal(signal, run(probs, embed, weights, make_slots([1]), rows))
