@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,14 +183,27 @@ def _bench(case: KernelCase, scale: Scale, seed: int, compile_stock: bool) -> Ke
     if not gate.passed or scale.device.type != "cuda":
         return KernelResult(case.name, gate, problem.tolerance)
     problems = copies(case, scale, generator, problem, {})
-    stock = compiled = None
-    if problem.stock is not None:
-        stock = measure([p.stock for p in problems if p.stock], scale.device).median
-    if compile_stock and problem.compiles and problem.stock is not None:
-        fast = [torch.compile(p.stock) for p in problems[:2] if p.stock]
-        compiled = measure(fast, scale.device).median
     timing = time_problems(problems, scale.device)
-    return KernelResult(case.name, gate, problem.tolerance, problem.work, timing, stock, compiled)
+    stock = [p.stock for p in problems if p.stock is not None]
+    return KernelResult(
+        case.name,
+        gate,
+        problem.tolerance,
+        problem.work,
+        timing,
+        stock_ms=_rival_ms(stock, scale.device),
+        compiled_ms=_rival_ms(stock[:2], scale.device, compiled=True) if compile_stock and problem.compiles else None,
+    )
+
+
+def _rival_ms(calls: Sequence[Callable[[], object]], device: torch.device, compiled: bool = False) -> float | None:
+    """Milliseconds of torch's own way, launches included; None where there is none or it fails."""
+    if not calls:
+        return None
+    try:
+        return measure([torch.compile(call) for call in calls] if compiled else calls, device).median
+    except Exception:  # whatever a compiler raises: then there is no figure to compare with
+        return None
 
 
 def time_problems(problems: list[Problem], device: torch.device) -> Timing:

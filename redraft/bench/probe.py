@@ -53,16 +53,18 @@ class Probe:
 def probe(device: torch.device, seconds: float = 0.3) -> Probe:
     """Measure a device; `seconds` is about what each figure may take."""
     copy, read = _bandwidth(device, seconds)
-    dtype = default_dtype(device)
-    return Probe(
+    result = Probe(
         device=device_name(device),
         copy_gbps=copy,
         read_gbps=read,
         matmul=_matmuls(device, seconds),
         launch_us=_launch_us(device),
         graph_launch_us=_graph_launch_us(device, seconds) if device.type == "cuda" else None,
-        dtype=_short(dtype),
+        dtype=_short(default_dtype(device)),
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what is measured next gets the memory back
+    return result
 
 
 def _bandwidth(device: torch.device, seconds: float) -> tuple[float, float]:

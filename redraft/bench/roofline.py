@@ -59,10 +59,6 @@ class Point:
     ms: float
 
     @property
-    def tflops(self) -> float:
-        return self.work.flops / (self.ms * 1e9)
-
-    @property
     def gbps(self) -> float:
         return self.work.bytes / (self.ms * 1e6)
 
@@ -83,22 +79,26 @@ def check_plot(path: Path) -> None:
 
 
 def plot_roofline(path: Path, roofline: Roofline, points: Sequence[Point], title: str) -> None:
-    """Draw measured limits and points (those with operations to count); the file appears whole or not at all."""
+    """Draw measured limits and every point; the file appears whole or not at all.
+
+    Copies, which compute nothing, stand at the left edge, as far below the line as their bandwidth is.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [p for p in points if p.work.flops > 0]
-    low = min([0.1, *(p.work.intensity / 2 for p in shown)])
-    high = max([roofline.ridge * 10, *(p.work.intensity * 2 for p in shown)])
+    low = min([0.1, *(p.work.intensity / 2 for p in points if p.work.flops)])
+    high = max([roofline.ridge * 10, *(p.work.intensity * 2 for p in points)])
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     axes.plot([low, roofline.ridge, high], [low * roofline.gbps / 1e3, roofline.tflops, roofline.tflops], color="black")
-    for point in shown:
-        (dot,) = axes.plot(point.work.intensity, point.tflops, "o")
+    for point in points:
+        x = point.work.intensity or low
+        y = x * point.gbps / 1e3
+        (dot,) = axes.plot(x, y, "o")
         label = f"{point.name}: {roofline.share(point.work, point.ms):.0%}"
         axes.annotate(
-            label, (point.work.intensity, point.tflops), xytext=(5, 3), textcoords="offset points", fontsize=8,
+            label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8,
             color=dot.get_color(),
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)

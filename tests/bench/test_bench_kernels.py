@@ -1,0 +1,172 @@
+"""The gate, and every case through it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from redraft.bench import kernels
+from redraft.bench.kernels import (
+    KernelCase,
+    KernelResult,
+    Problem,
+    Scale,
+    bench_kernels,
+    check,
+    load_cases,
+    scale_for,
+    select_cases,
+)
+from redraft.bench.roofline import Roofline, Work
+from redraft.config import QuantSpec
+from redraft.errors import UsageError
+from redraft.random_model import PRESETS
+
+CPU = torch.device("cpu")
+SMALL = Scale(dataclasses.replace(PRESETS["tiny"], canvas_length=3), QuantSpec(), 2, 7, CPU)
+CASES = {case.name: case for case in load_cases()}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_kernel_passes_its_gate(name: str) -> None:
+    """Through the interpreter without a GPU: two slots of 3 rows, 7 committed positions."""
+    scale = SMALL if not torch.cuda.is_available() else scale_for(torch.device("cuda"))
+    problem = CASES[name].build(scale, torch.Generator(scale.device).manual_seed(0), {})
+    gate = check(problem)
+    assert gate.passed, gate.reason
+    assert problem.work.bytes > 0
+    if problem.stock is not None:
+        problem.stock()
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.candidates))
+def test_candidates_are_settings_of_the_kernel(name: str) -> None:
+    """Each builds and launches; whether it is right at the real shapes is for the tuner to find out."""
+    case = CASES[name]
+    problem = case.build(SMALL, torch.Generator(CPU).manual_seed(0), case.candidates[0])
+    problem.run()
+
+
+def test_every_file_of_kernels_with_a_launch_has_a_case() -> None:
+    assert {name.split(".")[0] for name in CASES} >= {
+        "attention", "experts", "kv_write", "mlp", "norms", "rope", "router", "sampling", "slots"
+    }  # fmt: skip
+    assert [case.name for case in load_cases()] == sorted(CASES)
+
+
+def copying(mistake: Callable[[torch.Tensor, int], object] = lambda out, run: None) -> Problem:
+    """A kernel that copies, and then makes a mistake in its n-th run."""
+    x, out = torch.randn(64), torch.empty(64)
+    ids, out_ids = torch.arange(4), torch.empty(4, dtype=torch.int64)
+    runs = iter(range(100))
+
+    def run() -> None:
+        out.copy_(x)
+        out_ids.copy_(ids)
+        mistake(out, next(runs))
+
+    outputs = {"out": out, "ids": out_ids}
+    return Problem(run, outputs, lambda: {"out": x.double(), "ids": ids}, Work(1, 1), tolerance=1e-3)
+
+
+def test_a_right_kernel_passes() -> None:
+    gate = check(copying())
+    assert (gate.passed, gate.error, gate.reason) == (True, 0.0, "")
+    assert check(copying(lambda out, run: out.mul_(1.0005))).passed
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        (lambda out, run: out.mul_(1.01), "out: relative error 1.00e-02 exceeds 1.00e-03"),
+        (lambda out, run: out[3:4].fill_(float("nan")), "out: not finite where the reference is"),
+        (lambda out, run: out[3:4].fill_(float("inf")), "out: not finite where the reference is"),
+        (lambda out, run: out.mul_(1 + 1e-6 * run), "out: a second run gave other bits"),
+    ],
+)
+def test_wrong_kernels_fail(mistake: Callable[[torch.Tensor, int], object], reason: str) -> None:
+    gate = check(copying(mistake))
+    assert not gate.passed and reason in gate.reason
+
+
+def test_an_output_left_unwritten_fails() -> None:
+    problem = copying()
+    del problem.outputs["out"], problem.outputs["ids"]
+    out, ids = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
+    for name, tensor, reason in (("out", out, "not finite"), ("ids", ids, "8 of 8 integers differ")):
+        lazy = Problem(lambda: None, {name: tensor}, lambda t=tensor, n=name: {n: torch.zeros_like(t)}, Work(1, 1), 1.0)
+        assert reason in check(lazy).reason
+
+
+def test_infinities_where_they_belong_are_right() -> None:
+    x = torch.tensor([1.0, -float("inf"), 2.0])
+    out = torch.empty(3)
+    assert check(Problem(lambda: out.copy_(x), {"out": out}, lambda: {"out": x.double()}, Work(1, 1), 0.0)).passed
+
+
+def test_inputs_that_are_written_are_restored_before_every_run() -> None:
+    start = torch.ones(4)
+    x = start.clone()
+    problem = Problem(
+        run=lambda: x.add_(1),
+        outputs={"x": x},
+        reference=lambda: {"x": torch.full((4,), 2.0)},
+        work=Work(1, 1),
+        tolerance=0.0,
+        inplace=frozenset({"x"}),
+        reset=lambda: x.copy_(start),
+    )
+    assert check(problem).passed
+
+
+def case(problem: Problem | Exception) -> KernelCase:
+    def build(scale: Scale, generator: torch.Generator, changes: object) -> Problem:
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
+    return KernelCase("test", build)
+
+
+def test_speed_is_reported_only_behind_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended GPU whose clock always says 2 ms: the wrong kernel is never timed."""
+    timed = []
+
+    def measure(calls: object, device: object, **options: object) -> object:
+        timed.append(calls)
+        return kernels.Timing(2.0, 1.0, 3.0, 5, True)
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "copies", lambda case, scale, generator, first, changes: [first])
+    monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator("cpu"))
+    gpu = dataclasses.replace(SMALL, device=torch.device("cuda"))
+    wrong = copying(lambda out, run: out.zero_())
+    good, bad, broken = bench_kernels([case(copying()), case(wrong), case(RuntimeError("no\nroom"))], gpu)
+    assert len(timed) == 1 and good.timing is not None
+    row = good.to_dict(Roofline(1.0, 1.0))
+    assert (row["passed"], row["us"], row["torch_us"]) == (True, 2000.0, None)
+    assert bad.timing is None and "us" not in bad.to_dict(Roofline(1.0, 1.0)) and bad.point() is None
+    assert (broken.gate.passed, broken.gate.reason) == (False, "RuntimeError: no")
+
+
+def test_without_a_gpu_only_the_gate_runs() -> None:
+    (result,) = bench_kernels([case(copying())], SMALL)
+    assert result == KernelResult("test", kernels.Gate(True, 0.0), 1e-3)
+
+
+def test_choosing_cases() -> None:
+    assert {c.name.split(".")[0] for c in select_cases("norms")} == {"norms"}
+    assert len(select_cases(None)) == len(CASES)
+    with pytest.raises(UsageError, match=r"no kernel is called like 'zzz'; there are attention\.full, "):
+        select_cases("zzz")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_times_at_the_real_shapes(name: str) -> None:
+    (result,) = bench_kernels([CASES[name]], scale_for(torch.device("cuda")))
+    assert result.gate.passed, result.gate.reason
+    assert result.timing is not None and result.timing.graph

@@ -1,0 +1,111 @@
+"""The roofline, its plot, the work of a pass and the probe."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redraft.bench.probe import probe
+from redraft.bench.roofline import Point, Roofline, Work, check_plot, plot_roofline
+from redraft.bench.work import PARTS, encode_work, pass_work
+from redraft.config import QuantSpec
+from redraft.errors import RedraftError, UsageError
+from redraft.random_model import PRESETS
+
+H200 = Roofline(gbps=4130, tflops=762)
+
+
+def test_the_floor_is_the_larger_limit() -> None:
+    assert H200.ridge == pytest.approx(184.5, abs=0.1)
+    assert H200.floor_ms(Work(4130e6, 0)) == pytest.approx(1)
+    assert H200.floor_ms(Work(0, 762e9)) == pytest.approx(1)
+    assert H200.share(Work(4130e6, 762e9), 2.0) == pytest.approx(0.5)
+    assert Work(1, 2) + Work(3, 4) == Work(4, 6)
+
+
+def test_the_real_pass_has_the_published_floor() -> None:
+    """The figures derived by hand in the design: 12.36 GB of experts, one layer 100 us, the pass about 5.1 ms."""
+    work = pass_work(PRESETS["26b-a4b"], QuantSpec(), 2, 1, 1024)
+    assert tuple(work) == PARTS
+    assert work["experts"].bytes == pytest.approx(12.45e9, rel=0.01)
+    assert H200.floor_ms(work["experts"]) / 30 == pytest.approx(0.100, rel=0.02)
+    assert work["head"].flops == 2 * 256 * 262_144 * 2816
+    assert work["dense"].bytes + work["attention"].bytes == pytest.approx(3.6e9, rel=0.1)
+    total = sum(H200.floor_ms(w) for w in work.values())
+    assert 5.0 < total < 5.7
+
+
+def test_work_grows_as_it_should() -> None:
+    config = PRESETS["26b-a4b"]
+    one, four = (pass_work(config, QuantSpec(), 2, batch, 1024) for batch in (1, 4))
+    assert four["head"].flops == 4 * one["head"].flops
+    assert one["experts"].bytes < four["experts"].bytes < 1.1 * one["experts"].bytes
+    dense = pass_work(config, None, 2, 1, 1024)
+    assert dense["experts"].bytes / one["experts"].bytes == pytest.approx(16 / 4.33, rel=0.02)
+    near, far = (pass_work(config, QuantSpec(), 2, 1, prefix)["attention"] for prefix in (1024, 8192))
+    full = 5 * 2 * (8192 - 1024) * 2 * 512 * 2  # only the full layers read the longer prefix
+    assert far.bytes - near.bytes == full
+    assert encode_work(config, QuantSpec(), 2, 1024).flops > 3 * one["dense"].flops
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    points = [Point("head", Work(1e6, 1e9), 0.01), Point("copy", Work(1e6, 0), 0.001)]
+    path = tmp_path / f"roof{suffix}"
+    check_plot(path)
+    plot_roofline(path, H200, points, "a test")
+    assert path.stat().st_size > 1000
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_plot_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def fail(self: Any, file: Path, **options: Any) -> None:
+        Path(file).write_text("half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "roof.png").write_text("old")
+    monkeypatch.setattr(figure.Figure, "savefig", fail)
+    with pytest.raises(KeyboardInterrupt):
+        plot_roofline(tmp_path / "roof.png", H200, [], "")
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_plots_are_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"roof\.txt: a plot is one of \.png"):
+        check_plot(tmp_path / "roof.txt")
+    with pytest.raises(UsageError, match="no such directory"):
+        check_plot(tmp_path / "none" / "roof.png")
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "matplotlib":
+            raise ImportError
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RedraftError, match=r"pip install 'redraft\[plot\]'"):
+        check_plot(tmp_path / "roof.png")
+
+
+def test_probe_measures_a_cpu() -> None:
+    result = probe(torch.device("cpu"), seconds=0.01)
+    # A machine between a toy and a supercomputer; a wrong unit would be off by a thousand.
+    assert 0.5 < result.copy_gbps < 2000 and 0.5 < result.read_gbps < 2000
+    assert 0.001 < result.matmul["float32"] < 50 and set(result.matmul) == {"float32", "bfloat16"}
+    assert 0.1 < result.launch_us < 1000 and result.graph_launch_us is None
+    assert result.roofline.gbps == max(result.copy_gbps, result.read_gbps)
+    assert result.to_dict()["ridge_flop_per_byte"]["float32"] == pytest.approx(result.roofline.ridge)
+
+
+@pytest.mark.gpu
+def test_probe_measures_a_gpu() -> None:
+    result = probe(torch.device("cuda"), seconds=0.05)
+    assert result.matmul["bfloat16"] > 10 and result.dtype == "bfloat16"
+    assert result.graph_launch_us is not None and result.graph_launch_us < result.launch_us

@@ -1,0 +1,221 @@
+"""Passes by part, rivals, batches and profiles, on tiny models on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import redraft
+from redraft.bench import step as stepping
+from redraft.bench.batch import bench_batch
+from redraft.bench.probe import Probe
+from redraft.bench.profile import Bound, amdahl, device_activity, summarise, to_dict
+from redraft.bench.rivals import build_model, parse_rivals, rivals
+from redraft.bench.roofline import Work
+from redraft.bench.step import OURS, ReferenceStep, bench_step, expert_spec, open_step, time_parts
+from redraft.bench.timing import Timing
+from redraft.bench.work import PARTS, pass_work
+from redraft.config import QuantSpec
+from redraft.engine import Engine
+from redraft.errors import UsageError
+from redraft.kernels.norms import rms_norm
+
+LIMITS = Probe("test", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "PARTS_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return redraft.load("random:tiny", device="cpu")
+
+
+def test_the_parts_are_a_pass(engine: Engine) -> None:
+    """Chained by hand, the closures' operations give the pass's own logits: what is timed is what runs."""
+    step = open_step(engine, 2, 20)
+    assert isinstance(step, ReferenceStep)
+    model, decoder = engine.model, step.decoder
+    conditioned = decoder.self_conditioning
+    expected = model.denoise(decoder.canvas, step.arena, conditioned)
+    parts = step.parts()
+    assert tuple(parts) == PARTS and not step.fused()
+    x = parts["embed"]()
+    assert torch.equal(parts["self-conditioning"](), model._self_condition(x, conditioned))
+    hidden = rms_norm(x, model.weights.norm, engine.config.rms_norm_eps)
+    assert torch.equal(parts["head"](), model.head(hidden))
+    for call in parts.values():
+        call()
+    assert torch.equal(model.denoise(step.decoder.canvas, step.arena, conditioned), expected) is False  # it sampled
+    assert step.arena.length == 20
+
+
+def test_passes_go_on_forever_and_encoding_leaves_them_alone(engine: Engine) -> None:
+    step = open_step(engine, 1, 8)
+    assert isinstance(step, ReferenceStep)
+    before = step.decoder.steps
+    for _ in range(60):  # more than the 48 passes of a generation
+        step.run_pass()
+    step.run_encode()
+    assert step.decoder.steps == before + 60 and not bool(step.decoder.done.any())
+    assert step.decoder.canvas.shape == (1, 16) and step.arena.length == 8
+
+
+def test_prompts_that_do_not_fit_are_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="exceeds the context of 4096"):
+        open_step(engine, 1, 4090)
+
+
+@pytest.mark.parametrize(
+    ("weights", "spec", "expected"),
+    [("w4", None, QuantSpec()), ("w4", QuantSpec(32, 16), QuantSpec(32, 16)), ("bf16", None, None)],
+)
+def test_group_sizes_are_seen_in_the_weights(weights: str, spec: QuantSpec | None, expected: QuantSpec | None) -> None:
+    assert expert_spec(redraft.load("random:tiny", weights=weights, spec=spec, device="cpu")) == expected
+
+
+def test_bench_step(engine: Engine) -> None:
+    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2)
+    assert [p.name for p in result.parts] == list(PARTS)
+    timed = sum(p.timing.median for p in result.parts if p.timing)
+    assert result.gaps_ms == pytest.approx(result.pass_ms - timed)
+    report = result.to_dict()
+    assert report["ms_per_pass"] == report["arms"][OURS]["ms"] > 0
+    assert report["arms"][OURS]["implementation"] == "reference"
+    head = report["parts"]["head"]
+    assert head["gbps"] == pytest.approx(head["bytes"] / head["ms"] / 1e6)
+    assert head["share_of_roofline"] == pytest.approx(head["floor_ms"] / head["ms"])
+    assert report["total"]["bytes"] == sum(part["bytes"] for part in report["parts"].values())
+    assert report["encode"]["ms"] > 0 and report["peak_bytes"] > report["weight_bytes"]
+    assert {p.name for p in result.points()} == {*PARTS, "pass"}
+
+
+class FusedStep:
+    """Another implementation: the head samples, and one kernel routes and computes the experts."""
+
+    name, capturable = "fused", False
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def run_pass(self) -> None:
+        self.passes += 1
+
+    def run_encode(self) -> None:
+        return None
+
+    def parts(self):
+        left_out = ("sampling", "router")
+        return {name: (lambda: None) for name in PARTS if name not in left_out}
+
+    def fused(self):
+        return {"sampling": "head", "router": "experts"}
+
+
+def test_a_network_may_bring_its_own_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = FusedStep()
+    monkeypatch.setattr(engine.model, "open_step", lambda batch, prompt_tokens, seed: mine, raising=False)
+    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=3, rounds=2)
+    assert mine.passes == 3 + 1 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
+    parts = {p.name: p for p in result.parts}
+    assert (parts["sampling"].timing, parts["sampling"].within) == (None, "head")
+    work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
+    assert parts["head"].work == work["head"] + work["sampling"]
+    assert result.to_dict()["parts"]["router"] == {"within": "experts"}
+
+
+def test_a_forgotten_part_is_an_error(engine: Engine) -> None:
+    class Forgetful(FusedStep):
+        def fused(self):
+            return {"sampling": "head"}
+
+    work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
+    with pytest.raises(UsageError, match="fused: the parts router are neither given nor said to be fused"):
+        time_parts(Forgetful(), work, torch.device("cpu"))
+
+
+def test_rival_names() -> None:
+    assert parse_rivals(None) == [] and parse_rivals("transformers, transformers") == ["transformers"]
+    with pytest.raises(UsageError, match="--vs is 'vllm', expected one of transformers, transformers-compiled"):
+        parse_rivals("transformers,vllm")
+
+
+@pytest.mark.parametrize("name", ["tiny", "demo", "26b-a4b"])
+def test_the_rival_has_our_shapes(name: str) -> None:
+    """Read back the way a checkpoint of transformers is: the same ModelConfig, but for what random weights ignore."""
+    from redraft.bench.rivals import transformers_config
+    from redraft.config import ModelConfig
+    from redraft.random_model import PRESETS
+
+    config = ModelConfig.from_dict(transformers_config(PRESETS[name]).to_dict())
+    for field in dataclasses.fields(config):
+        assert getattr(config, field.name) == getattr(PRESETS[name], field.name), field.name
+
+
+def test_transformers_beside_ours(engine: Engine) -> None:
+    arms = rivals(["transformers"], engine, 1, 16)
+    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2, rivals=arms)
+    other = result.to_dict()["arms"]["transformers"]
+    assert other["implementation"].startswith("transformers 5.") and "encode_and_setup_ms" in other
+    assert set(result.arms) == {OURS, "transformers"}
+
+
+def test_building_the_rival_leaves_torch_as_it_was(engine: Engine) -> None:
+    model = build_model(engine.config, torch.bfloat16, torch.device("cpu"))
+    assert torch.get_default_dtype() == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_batches_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from redraft.bench import batch
+
+    real = batch.open_step
+
+    def limited(engine: Engine, size: int, prompt_tokens: int):
+        if size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(engine, size, prompt_tokens)
+
+    monkeypatch.setattr(batch, "open_step", limited)
+    rows = [r.to_dict() for r in bench_batch(engine, LIMITS, prompt_tokens=8, sizes=(1, 2, 4, 8), passes=1, rounds=2)]
+    assert [row["canvases"] for row in rows] == [1, 2, 4]
+    assert rows[1]["ms_per_pass_and_canvas"] == rows[1]["ms_per_pass"] / 2
+    assert rows[2] == {"canvases": 4, "error": "out of memory"}
+
+
+def test_overlapping_operations_are_busy_once() -> None:
+    spans = [("gemm", 0.0, 10.0), ("copy", 5.0, 8.0), ("gemm", 8.0, 20.0), ("copy", 30.0, 40.0)]
+    activity = summarise(spans, passes=2)
+    assert activity.busy_ms == pytest.approx(30 / 2 / 1e3)
+    assert activity.count == 2
+    assert [(o.name, o.count, o.ms) for o in activity.operations] == [("gemm", 1.0, 0.011), ("copy", 1.0, 0.0065)]
+
+
+def test_amdahls_bound(engine: Engine) -> None:
+    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1)
+    ten = {OURS: Timing(10.0, 10.0, 10.0, 1)}
+    half = [
+        dataclasses.replace(p, timing=Timing(5.0 if p.name == "experts" else 0.5, 0, 0, 1), work=Work(1, 1))
+        for p in result.parts
+    ]
+    bounds = amdahl(dataclasses.replace(result, arms=ten, parts=half))
+    assert bounds[0] == Bound("experts", 5.0, 5.0, 2.0)
+    assert next(b for b in bounds if b.name == "gaps") == Bound("gaps", 1.0, 9.0, 10 / 9)
+    assert len(bounds) == len(PARTS) + 1
+
+
+def test_without_a_gpu_there_is_no_busy_share(engine: Engine) -> None:
+    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1)
+    activity = device_activity(open_step(engine, 1, 8), engine.device)
+    assert activity is None and to_dict(result, activity)["gpu"] is None
+
+
+@pytest.mark.gpu
+def test_profile_on_a_gpu() -> None:
+    engine = redraft.load("random:demo", device="cuda")
+    activity = device_activity(open_step(engine, 1, 64), engine.device)
+    assert activity is not None and activity.busy_ms > 0 and activity.operations
