@@ -11,8 +11,8 @@ test: $(VENV)/.dev lint
 	$(PYTHON_BIN) -m pytest
 
 lint: $(VENV)/.dev
-	$(PYTHON_BIN) -m ruff check .
-	$(PYTHON_BIN) -m ruff format --check .
+	$(PYTHON_BIN) -m ruff check redraft tests
+	$(PYTHON_BIN) -m ruff format --check redraft tests
 	$(PYTHON_BIN) -m mypy
 
 $(VENV)/.demo: pyproject.toml requirements/cpu.txt scripts/setup.sh

@@ -28,7 +28,14 @@ from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
-from redraft.weights import DenseExperts, LayerWeights, PackedExperts, RepackedExperts, Weights
+from redraft.weights import (
+    DenseExperts,
+    LayerWeights,
+    PackedExperts,
+    RepackedExperts,
+    SelfConditioningWeights,
+    Weights,
+)
 
 
 @dataclass
@@ -55,6 +62,7 @@ class FusedModel:
         self.device = weights.embed.device
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=torch.bfloat16))
         self.layers = [self._prepare(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
+        self.conditioning_gate_up = _join(weights.self_conditioning, ["gate_proj", "up_proj"])
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @staticmethod
@@ -163,7 +171,7 @@ class FusedModel:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
 
-def _join(weights: LayerWeights, names: list[str]) -> torch.Tensor:
+def _join(weights: LayerWeights | SelfConditioningWeights, names: list[str]) -> torch.Tensor:
     """The named matrices stacked by rows; the fields become views of the stack."""
     joined = torch.cat([getattr(weights, name) for name in names])
     start = 0

@@ -8,8 +8,8 @@ from tiny import CANVAS, VOCAB
 
 import redraft
 from redraft.decode.entropy_bound import EntropyBoundDecoder
-from redraft.engine import Committed, Draft, Result
 from redraft.errors import UsageError
+from redraft.events import Committed, Draft, Result
 
 PROMPT = [5, 9, 40, 41, 42]
 FAST = {"max_denoising_steps": 4, "max_new_tokens": 2 * CANVAS}

@@ -77,6 +77,8 @@ def step(
     if json_output:
         about = {"prompt_tokens": prompt_tokens, "batch": batch, "passes": passes, "rounds": rounds}
         print_json({**describe(engine, model), **about, **result.to_dict(), **_machine(limits, engine.device)})
+    for name, reason in result.failed.items():
+        raise RedraftError(f"{name} could not be measured: {reason}")
 
 
 @app.command("batch")
@@ -221,6 +223,7 @@ def print_step(result: StepResult) -> None:
         label = f"{name} ({result.details[name]['implementation']})"
         times = "" if name == OURS else f"{timing.median / result.pass_ms:.2f}x"
         arms.append((label, f"{timing.median:.3f}", f"{timing.low:.3f} to {timing.high:.3f}", times))
+    arms += [(name, "failed", "", "") for name in result.failed]
     console.print(table(("implementation", "ms per pass", "10 % to 90 %", "redraft is faster by"), arms))
     rows: list[Sequence[str]] = []
     for part in result.parts:

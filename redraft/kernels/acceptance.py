@@ -15,10 +15,9 @@ is kept as the number of passes since the argmax last changed, which is at least
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from redraft.kernels.decoding import CONVERGED, OUT_OF_STEPS, Canvases, DecodeSlots
+from redraft.kernels.launch import tl, triton
 from redraft.kernels.philox import philox_words
 
 _CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)

@@ -22,10 +22,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from redraft.kernels.launch import dot, rounded
+from redraft.kernels.launch import dot, rounded, tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

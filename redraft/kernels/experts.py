@@ -20,11 +20,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from redraft.config import ModelConfig, QuantSpec
-from redraft.kernels.launch import INTERPRET, dot, rounded
+from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
 from redraft.quant.packing import dequantize, unpack_nibbles
@@ -422,7 +420,8 @@ def _packed_rows(
     _gate_up_kernel[(tiles * gate_up.shape[1],)](
         x, x_sums, gate_up, experts.gate_up_scales, slots.row_of, slots.tile_expert, slots.tile_start, slots.offsets,
         buffers.inner, buffers.inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up,
-        BLOCK_K=gate_up.shape[4] * 4, BLOCK_M=gate_up.shape[3], BLOCK_N=tile_rows, STAGES=GATE_UP_TILE.stages,
+        BLOCK_K=gate_up.shape[4] * 4, BLOCK_M=gate_up.shape[3], BLOCK_N=tile_rows,
+        STAGES=2 if tile_rows > 64 else GATE_UP_TILE.stages,
         num_warps=GATE_UP_TILE.warps,
     )  # fmt: skip
     _down_kernel[(tiles * down.shape[1],)](

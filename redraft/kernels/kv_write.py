@@ -10,8 +10,8 @@ that every ring row is written once and the result does not depend on the order 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from redraft.kernels.launch import tl, triton
 
 
 def commit_rows_reference(

@@ -1,14 +1,24 @@
 """What the Triton kernels share: when they run, and the few operations that differ in Triton's interpreter.
 
-The interpreter (TRITON_INTERPRET=1, set before the first import) runs the same kernels on a CPU for tests.
+The interpreter (TRITON_INTERPRET=1, set before the first import) runs the same kernels on a CPU for tests. Where Triton
+is not installed the modules still import, for their torch references; `HAS_TRITON` says so.
 """
 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+    # Enough to define kernels that are never launched.
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from redraft.kernels.launch import rounded
+from redraft.kernels.launch import rounded, tl, triton
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from redraft.kernels.launch import rounded
+from redraft.kernels.launch import rounded, tl, triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

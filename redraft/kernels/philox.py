@@ -6,8 +6,8 @@ Pure function of (key, counter): any position of any pass can be drawn alone, on
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from redraft.kernels.launch import tl, triton
 
 _MASK = 0xFFFFFFFF
 _ROUND = (0xD2511F53, 0xCD9E8D57)

@@ -7,11 +7,9 @@ Pair (x[i], x[i + D/2]) turns by position * theta^(-2i/D); with partial_rotary_f
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from redraft.config import LayerConfig
-from redraft.kernels.launch import rounded
+from redraft.kernels.launch import rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
 

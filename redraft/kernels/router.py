@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from redraft.kernels.launch import dot, rounded
+from redraft.kernels.launch import dot, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
 CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows

@@ -22,11 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from redraft.kernels.decoding import DecodeSlots
-from redraft.kernels.launch import INTERPRET, rounded
+from redraft.kernels.launch import INTERPRET, rounded, tl, triton
 from redraft.kernels.philox import philox, philox_words
 
 # The last counter word is canvas * 2 + purpose, so that a pass's draws and its re-draws never share a number.

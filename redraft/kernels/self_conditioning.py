@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from redraft.kernels.decoding import DecodeSlots
-from redraft.kernels.launch import rounded
+from redraft.kernels.launch import rounded, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
 from redraft.kernels.norms import rms_norm, row_launch
 from redraft.weights import SelfConditioningWeights

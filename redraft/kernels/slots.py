@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from redraft.kernels.launch import tl, triton
 
 MAX_BLOCKS = 32  # counts of all blocks fit one program's registers: 32 x 128 experts
 MIN_BLOCK = 2048  # the assignments of one canvas: then a single launch does

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from redraft.config import DecodeSettings, check_seed
-from redraft.engine import Committed, Draft, Event, Prompt, Result
+from redraft.engine import Prompt
 from redraft.errors import UsageError
+from redraft.events import Committed, Draft, Event, Result
 
 EOS = 1
 CANVAS = 16

@@ -122,6 +122,20 @@ def test_bad_usage_is_one_line(run: Run, limits: None, args: tuple[str, ...], me
     assert error.startswith("redraft: error: ") and message in error
 
 
+def test_a_failed_rival_is_reported_after_our_figures(run: Run, limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from redraft.bench import rivals
+
+    def fail(*args: object) -> None:
+        raise ImportError("no transformers")
+
+    monkeypatch.setattr(rivals, "build_model", fail)
+    outcome = run("bench", "step", "random:tiny", *QUICK, "--rounds", "1", "--vs", "transformers", "--json")
+    assert outcome.code == 1 and "whole pass" in outcome.out
+    assert last_line(outcome.out)["failed"] == {"transformers": "ImportError: no transformers"}
+    line = "redraft: error: transformers could not be measured: ImportError: no transformers"
+    assert outcome.err.splitlines()[-1] == line
+
+
 def test_out_of_memory_is_one_line(run: Run, limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")

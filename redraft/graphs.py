@@ -1,0 +1,264 @@
+"""Requests in slots, denoised together: a whole pass is one CUDA graph over fixed buffers.
+
+Nothing in a pass waits for the host. The host replays the graph and reads one small status tensor a pass late; a slot
+whose canvas is done keeps it, whatever passes were already on their way. On a CPU, where Triton's interpreter runs the
+kernels, the same passes are launched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from redraft.cache import SlotArena
+from redraft.config import DecodeSettings
+from redraft.errors import RedraftError
+from redraft.fused import Buffers, FusedModel
+from redraft.kernels.acceptance import finish_pass, start_canvas
+from redraft.kernels.decoding import OUT_OF_STEPS, Canvases, DecodeSlots
+from redraft.kernels.sampling import probabilities, sample
+from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
+
+PIECE = 1024  # prompt rows a pass: 64 rows an expert at 128 experts, 8 chosen
+
+
+@dataclass(frozen=True)
+class SlotStatus:
+    """Where a slot stood after a pass: whether its canvas is done, passes so far, and what a draft shows of it."""
+
+    slot: int
+    done: bool
+    canvas: int  # from 0
+    step: int  # from 1
+    argmax: list[int]
+    accepted: list[bool]
+    mean_entropy: float
+
+
+class PassGraph:
+    """A sequence of launches, captured once and replayed; on a CPU simply run."""
+
+    def __init__(self, launches: Callable[[], None], device: torch.device):
+        self._launches, self._graph = launches, None
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels compile and libraries plan before anything is captured
+                launches()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            launches()
+
+    def replay(self) -> None:
+        if self._graph is None:
+            self._launches()
+        else:
+            self._graph.replay()
+
+
+class SlotRunner:
+    """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths.
+
+    Use: `admit` a prompt into a slot, `run_pass` until `poll` reports the slot done, then `commit` its canvas and
+    `start` the next one. `reset` comes before the first request of a batch. Raises RedraftError when memory
+    is too short.
+    """
+
+    def __init__(self, model: FusedModel, slots: int, capacity: int):
+        self.model, self.slots, self.capacity = model, slots, capacity
+        self.config, device = model.config, model.device
+        self.piece = min(PIECE, max(capacity, self.config.canvas_length))
+        self._check_memory()
+        self.arena = SlotArena.allocate(
+            self.config, slots, capacity, max(self.piece, self.config.canvas_length), torch.bfloat16, device
+        )
+        self.state = DecodeSlots.allocate(slots, device)
+        self.canvases = Canvases.allocate(slots, self.config.canvas_length, device)
+        self.work = _DenoiseBuffers(model, slots, device)
+        self._select = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._commit_tokens = torch.zeros(self.config.canvas_length, dtype=torch.int64, device=device)
+        self._canvas_count = torch.tensor([self.config.canvas_length], dtype=torch.int32, device=device)
+        self._commit_buffers = Buffers(self.config, model.spec, 1, self.config.canvas_length, device)
+        self._commits: dict[int, PassGraph] = {}
+        self._pass: PassGraph | None = None
+        self._pending: list[_Snapshot] = []
+
+    def reset(self) -> None:
+        """Empty all slots, also those whose requests were abandoned in the middle."""
+        self._pending.clear()
+        self.state.done.fill_(OUT_OF_STEPS)
+
+    def admit(self, slot: int, prompt: list[int], settings: DecodeSettings, seed: int) -> None:
+        """Read a prompt into an empty slot and begin its first canvas."""
+        self._prepare()
+        self.arena.length[slot] = 0
+        self.state.configure(slot, settings, seed)
+        view, tokens = self.arena.slot(slot), torch.tensor(prompt, device=self.model.device)
+        for piece in tokens.split(self.piece):
+            buffers = Buffers(self.config, self.model.spec, 1, len(piece), self.model.device)
+            count = torch.tensor([len(piece)], dtype=torch.int32, device=self.model.device)
+            self._encode(piece, buffers, view, count)
+        self._start(slot)
+
+    def start(self, slot: int) -> None:
+        """Begin a slot's next canvas."""
+        self.state.canvas_index[slot] += 1
+        self._start(slot)
+
+    def run_pass(self) -> None:
+        """Launch one denoising pass of every slot that is not done, and ask for its status."""
+        assert self._pass is not None, "a slot was admitted"
+        self._pass.replay()
+        self._pending.append(_Snapshot(self.canvases))
+
+    def poll(self, drain: bool = False) -> list[SlotStatus] | None:
+        """Status of all slots after the oldest pass not yet reported; None while only the newest is on its way."""
+        if not self._pending or (len(self._pending) < 2 and not drain):
+            return None
+        return self._pending.pop(0).read(self.slots)
+
+    def commit(self, slot: int, tokens: list[int]) -> None:
+        """Make a finished canvas, int ids of one canvas length, part of the slot's prefix."""
+        self._commit_tokens.copy_(torch.tensor(tokens))
+        if slot not in self._commits:
+            view, count = self.arena.slot(slot), torch.zeros_like(self._canvas_count)
+            launches = _Encode(self, self._commit_tokens, self._commit_buffers, view, count)
+            self._commits[slot] = PassGraph(launches, self.model.device)
+            launches.count.copy_(self._canvas_count)
+        self._commits[slot].replay()
+
+    def denoise(self) -> None:
+        """One pass over all slots: every launch of it, in order."""
+        config, model, w, length = self.config, self.model, self.work, self.config.canvas_length
+        embed = model.weights.embed
+        self_condition(
+            w.logits, embed, model.weights.self_conditioning, model.conditioning_gate_up, self.state, length,
+            model.embed_scale, config.rms_norm_eps, w.conditioning,
+        )  # fmt: skip
+        model.embed(self.canvases.tokens, w.conditioning.signal, w.rows, canvas=True)
+        model.run_layers(w.rows, self.arena, causal=False)
+        torch.mm(w.rows.next_in, embed.t(), out=w.logits)
+        self.sample()
+        # In place: the raw logits have been read, and the next pass wants their probabilities.
+        probabilities(w.logits, w.log_norm, self.state, length, config.final_logit_softcap, out=w.logits)
+        finish_pass(w.draw, w.argmax, w.entropy, self.state, self.canvases, length, config.vocab_size)
+
+    def sample(self) -> None:
+        """Statistics of the raw logits in `work`."""
+        w = self.work
+        sample(
+            w.logits, self.state, self.config.canvas_length, self.config.final_logit_softcap,
+            draw=w.draw, argmax=w.argmax, entropy=w.entropy, confidence=w.confidence, log_norm=w.log_norm,
+        )  # fmt: skip
+
+    def _prepare(self) -> None:
+        if self._pass is None:
+            # Every slot is done as allocated, so the warm-up passes change nothing.
+            self._pass = PassGraph(self.denoise, self.model.device)
+
+    def _start(self, slot: int) -> None:
+        self._select.zero_()
+        self._select[slot] = 1
+        start_canvas(self._select, self.state, self.canvases, self.config.canvas_length, self.config.vocab_size)
+
+    def _encode(self, tokens: torch.Tensor, buffers: Buffers, view: SlotArena, count: torch.Tensor) -> None:
+        self.model.embed(tokens, None, buffers, canvas=False)
+        self.model.run_layers(buffers, view, causal=True)
+        self.model.commit(view, count)
+
+    def _check_memory(self) -> None:
+        if self.model.device.type != "cuda":
+            return
+        needed, (free, _) = planned_bytes(self.model, self.slots, self.capacity, self.piece), torch.cuda.mem_get_info()
+        if needed > free:
+            raise RedraftError(
+                f"{self.slots} requests of {self.capacity} positions need {needed / 2**30:.1f} GiB beside the weights, "
+                f"{free / 2**30:.1f} GiB are free; use fewer requests, shorter prompts or a lower max_new_tokens"
+            )
+
+
+class _Encode:
+    """The launches of a commit, over fixed tensors; with a count of zero they change nothing that lasts."""
+
+    def __init__(
+        self, runner: SlotRunner, tokens: torch.Tensor, buffers: Buffers, view: SlotArena, count: torch.Tensor
+    ):
+        self._runner, self._tokens, self._buffers, self._view, self.count = runner, tokens, buffers, view, count
+
+    def __call__(self) -> None:
+        self._runner._encode(self._tokens, self._buffers, self._view, self.count)
+
+
+class _DenoiseBuffers:
+    """What a denoise pass writes besides the canvases."""
+
+    def __init__(self, model: FusedModel, slots: int, device: torch.device):
+        config = model.config
+        rows = slots * config.canvas_length
+        self.rows = Buffers(config, model.spec, slots, config.canvas_length, device)
+        self.conditioning = SelfConditioningBuffers.allocate(
+            rows, config.hidden_size, config.intermediate_size, torch.bfloat16, device
+        )
+        # Zeros: a first pass multiplies whatever is here, and ignores the product.
+        self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.bfloat16, device=device)
+        self.draw, self.argmax = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self.entropy, self.confidence, self.log_norm = (torch.zeros(rows, device=device) for _ in range(3))
+
+
+class _Snapshot:
+    """A copy of the canvases' status on its way to the host."""
+
+    def __init__(self, canvases: Canvases):
+        pinned = canvases.status.is_cuda
+        sources = (canvases.status, canvases.argmax, canvases.accepted, canvases.entropy)
+        self._parts = [torch.empty(s.shape, dtype=s.dtype, pin_memory=pinned) for s in sources]
+        for part, source in zip(self._parts, sources, strict=True):
+            part.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event() if pinned else None
+        if self._event is not None:
+            self._event.record()
+
+    def read(self, slots: int) -> list[SlotStatus]:
+        if self._event is not None:
+            self._event.synchronize()
+        status, argmax, accepted, entropy = (part.view(slots, -1) for part in self._parts)
+        return [
+            SlotStatus(
+                slot=slot,
+                done=bool(status[slot, 0]),
+                canvas=int(status[slot, 3]),
+                step=int(status[slot, 1]),
+                argmax=argmax[slot].tolist(),
+                accepted=accepted[slot].bool().tolist(),
+                mean_entropy=float(entropy[slot].mean()),
+            )
+            for slot in range(slots)
+        ]
+
+
+def planned_bytes(model: FusedModel, slots: int, capacity: int, piece: int) -> int:
+    """Bytes of arena and buffers for `slots` requests, one prompt piece under way included."""
+    meta, config, length = torch.device("meta"), model.config, model.config.canvas_length
+    arena = SlotArena.allocate(config, slots, capacity, max(piece, length), torch.bfloat16, meta)
+    parts = [
+        arena,
+        _DenoiseBuffers(model, slots, meta),
+        *(Buffers(config, model.spec, 1, n, meta) for n in (length, piece)),
+    ]
+    return sum(_tensor_bytes(part) for part in parts)
+
+
+def _tensor_bytes(node: Any) -> int:
+    if isinstance(node, torch.Tensor):
+        return node.numel() * node.element_size()
+    if isinstance(node, dict):
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        return sum(_tensor_bytes(item) for item in node)
+    return sum(_tensor_bytes(item) for item in vars(node).values()) if hasattr(node, "__dict__") else 0

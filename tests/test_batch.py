@@ -1,0 +1,53 @@
+"""Requests in slots, on fused passes: counting, cutting, independence, and being left in the middle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from redraft.batch import Request, SlotBatch
+from redraft.checkpoint import load_checkpoint
+from redraft.config import DecodeSettings
+from redraft.events import Committed, Draft, Result
+from redraft.fused import FusedModel
+from redraft.graphs import SlotRunner
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = [[5, 6, 7], [9] * 20]
+RULE = DecodeSettings(max_denoising_steps=2, max_new_tokens=24, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def runner():
+    checkpoint = load_checkpoint("random:tiny", "w4", torch.bfloat16, DEVICE)
+    return SlotRunner(FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec), 2, 64)
+
+
+def _run(runner: SlotRunner, rule: DecodeSettings = RULE, seeds: tuple[int, int] = (1, 2)) -> list[list]:
+    requests = [Request(prompt, seed) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
+    events: list[list] = [[], []]
+    for row, event in SlotBatch(runner, lambda ids: "".join(map(chr, ids)), requests, rule).run(DEVICE, drafts=True):
+        events[row].append(event)
+    return events
+
+
+@pytest.mark.gpu
+def test_events_of_a_batch(runner):
+    rows = _run(runner)
+    for events in rows:
+        drafts, committed = [e for e in events if isinstance(e, Draft)], [e for e in events if isinstance(e, Committed)]
+        result = events[-1]
+        assert isinstance(result, Result)
+        assert [(d.canvas, d.step) for d in drafts] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        assert result.steps_per_canvas == [2, 2] == [c.steps for c in committed]
+        assert len(result.token_ids) == 24
+        assert result.finish_reason == "length"
+        assert [t for c in committed for t in c.tokens] == result.token_ids
+        assert drafts[1].tokens == committed[0].tokens
+        assert all(0 < sum(d.accepted) <= 16 for d in drafts)
+    assert rows[0][-1].token_ids != rows[1][-1].token_ids
+    # A request that is left in the middle does not disturb the next.
+    requests = [Request(prompt, 8) for prompt in PROMPTS]
+    next(SlotBatch(runner, str, requests, RULE).run(DEVICE, drafts=True))
+    again = _run(runner)
+    assert [events[-1].token_ids for events in again] == [events[-1].token_ids for events in rows]
