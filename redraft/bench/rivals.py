@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,8 @@ def parse_rivals(text: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def rivals(names: list[str], engine: Engine, batch: int, prompt_tokens: int) -> list[Callable[[], Arm]]:
-    """Builders of the named arms; they share one model, which the first that runs builds."""
+def rivals(names: list[str], engine: Engine, batch: int, prompt_tokens: int) -> dict[str, Callable[[], Arm]]:
+    """Builders of arms by name; they share one model, which the first that runs builds."""
     models: list[DiffusionGemmaForBlockDiffusion] = []
 
     def build(name: str) -> Arm:
@@ -45,7 +46,7 @@ def rivals(names: list[str], engine: Engine, batch: int, prompt_tokens: int) -> 
         prompt = random_tokens(engine.config.vocab_size, (batch, prompt_tokens), 0, engine.device)
         return TransformersArm(name, models[0], prompt)
 
-    return [lambda name=name: build(name) for name in names]  # type: ignore[misc]
+    return {name: partial(build, name) for name in names}
 
 
 class TransformersArm:

@@ -6,7 +6,7 @@ the parts do not add up to is reported as gaps: launches and waiting where it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from redraft.model import Model
 
 OURS = "redraft"
-ENDLESS = 10**9  # passes: a canvas never runs out of them, and the temperature stays at t_max
+# A canvas never runs out of passes, its temperature stays at t_max, and no entropy is low enough to stop.
+ENDLESS_SETTINGS = DecodeSettings(max_denoising_steps=10**9, confidence_threshold=1e-30)
 PARTS_SECONDS = 0.3  # spent on each part
 
 
@@ -50,11 +51,11 @@ class DenoiseStep(Protocol):
         ...
 
     def run_encode(self) -> object:
-        """Encode the same prompts once more from the start, leaving the passes' state as it was."""
+        """Encode the same prompts once more from the start; the canvases may begin anew."""
         ...
 
     def parts(self) -> Mapping[str, Callable[[], object]]:
-        """Each part of a pass (a name of `work.PARTS`), all its layers, over the present buffers.
+        """Each part of a pass (a name of `work.PARTS`), all its layers, over the present buffers, whatever they hold.
 
         A part fused into another is left out; its work is then counted to the part named in `fused`.
         """
@@ -65,20 +66,17 @@ class DenoiseStep(Protocol):
         ...
 
 
-class StepModel(Protocol):
-    """A network that brings its own DenoiseStep. The engine's `model` is asked; the reference network has none."""
-
-    def open_step(self, batch: int, prompt_tokens: int, seed: int) -> DenoiseStep: ...
-
-
 def open_step(engine: Engine, batch: int, prompt_tokens: int, seed: int = 0) -> DenoiseStep:
-    """Passes of the engine's network: its own fast ones, or the reference's. Raises UsageError when they do not fit."""
+    """Passes as the engine's tier runs them: fused in turbo where the device allows, else the reference network's.
+
+    Raises UsageError when prompt and canvas exceed the context.
+    """
     check_context(engine.config, prompt_tokens, engine.config.canvas_length)
-    opener = getattr(engine.model, "open_step", None)
-    step: DenoiseStep = (
-        opener(batch, prompt_tokens, seed) if opener else ReferenceStep(engine.model, batch, prompt_tokens, seed)
-    )
-    return step
+    if engine.fused is not None and engine.tier == "turbo":
+        from redraft.bench.fused_step import FusedStep
+
+        return FusedStep(engine.fused, batch, prompt_tokens, seed)
+    return ReferenceStep(engine.model, batch, prompt_tokens, seed)
 
 
 def expert_spec(engine: Engine) -> QuantSpec | None:
@@ -109,10 +107,8 @@ class ReferenceStep:
         self.model, self.config = model, model.config
         self.prompt = random_tokens(self.config.vocab_size, (batch, prompt_tokens), seed, model.device)
         self.arena = self._encoded()
-        # No entropy is below this threshold: no canvas is ever done.
-        settings = DecodeSettings(max_denoising_steps=ENDLESS, confidence_threshold=1e-30)
         stream = CounterStream(list(range(batch)), self.config.canvas_length, self.config.vocab_size, model.device)
-        self.decoder = EntropyBoundDecoder(settings, stream, 0)
+        self.decoder = EntropyBoundDecoder(ENDLESS_SETTINGS, stream, 0)
         self.run_pass()
 
     def run_pass(self) -> object:
@@ -239,6 +235,7 @@ class StepResult:
 
     arms: dict[str, Timing]
     details: dict[str, dict[str, Any]]
+    failed: dict[str, str]  # rivals that could not be measured
     parts: list[PartResult]
     encode: Timing
     total: Work
@@ -264,6 +261,7 @@ class StepResult:
         return {
             "ms_per_pass": self.pass_ms,
             "arms": {name: {**_timing(t), **self.details[name]} for name, t in self.arms.items()},
+            "failed": self.failed,
             "parts": {p.name: self._part(p) for p in self.parts},
             "gaps_ms": self.gaps_ms,
             "total": _limits(self.total, self.pass_ms, self.roofline),
@@ -303,11 +301,11 @@ def bench_step(
     batch: int,
     passes: int,
     rounds: int,
-    rivals: Sequence[Callable[[], Arm]] = (),
+    rivals: Mapping[str, Callable[[], Arm]] | None = None,
 ) -> StepResult:
     """Time passes of `engine` and of every rival, interleaved in `rounds` of `passes`, then our parts one by one.
 
-    A rival is built after our own peak of memory was read.
+    Rivals are built after our own peak of memory was read; one that fails is named in `failed`, with the reason.
     """
     device = engine.device
     reset_peak(device)
@@ -315,9 +313,8 @@ def bench_step(
     ours = StepArm(step, device)
     ours.ms_per_pass(passes)  # warm-up, and the peak of a whole run
     peak = peak_bytes(device)
-    arms: dict[str, Arm] = {OURS: ours, **{arm.name: arm for arm in (rival() for rival in rivals)}}
-    for arm in arms.values():
-        arm.ms_per_pass(1)
+    others, failed = _build(rivals or {})
+    arms: dict[str, Arm] = {OURS: ours, **others}
     times = interleave({name: _timed(arm, passes) for name, arm in arms.items()}, rounds)
     itemsize, spec = engine.dtype.itemsize, expert_spec(engine)
     work = pass_work(engine.config, spec, itemsize, batch, prompt_tokens)
@@ -325,6 +322,7 @@ def bench_step(
     return StepResult(
         arms=times,
         details={name: arm.details() for name, arm in arms.items()},
+        failed=failed,
         parts=time_parts(step, work, device),
         encode=measure(step.run_encode, device, seconds=PARTS_SECONDS),
         total=sum(work.values(), Work(0, 0)),
@@ -333,6 +331,19 @@ def bench_step(
         weight_bytes=engine.weight_bytes,
         peak_bytes=peak,
     )
+
+
+def _build(rivals: Mapping[str, Callable[[], Arm]]) -> tuple[dict[str, Arm], dict[str, str]]:
+    """Rivals that ran a pass, and why the others did not."""
+    arms, failed = {}, {}
+    for name, build in rivals.items():
+        try:
+            arm = build()
+            arm.ms_per_pass(1)
+            arms[name] = arm
+        except Exception as e:  # another's code, compilers included, may raise anything
+            failed[name] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+    return arms, failed
 
 
 def _timed(arm: Arm, passes: int) -> Callable[[], float]:

@@ -52,7 +52,8 @@ def test_candidates_are_settings_of_the_kernel(name: str) -> None:
 
 def test_every_file_of_kernels_with_a_launch_has_a_case() -> None:
     assert {name.split(".")[0] for name in CASES} >= {
-        "attention", "experts", "kv_write", "mlp", "norms", "rope", "router", "sampling", "slots"
+        "acceptance", "attention", "experts", "kv_write", "mlp", "norms", "rope", "router", "sampling",
+        "self_conditioning", "slots",
     }  # fmt: skip
     assert [case.name for case in load_cases()] == sorted(CASES)
 
@@ -160,7 +161,7 @@ def test_without_a_gpu_only_the_gate_runs() -> None:
 def test_choosing_cases() -> None:
     assert {c.name.split(".")[0] for c in select_cases("norms")} == {"norms"}
     assert len(select_cases(None)) == len(CASES)
-    with pytest.raises(UsageError, match=r"no kernel is called like 'zzz'; there are attention\.full, "):
+    with pytest.raises(UsageError, match=r"no kernel is called like 'zzz'; there are acceptance, "):
         select_cases("zzz")
 
 

@@ -10,6 +10,7 @@ import torch
 import redraft
 from redraft.bench import step as stepping
 from redraft.bench.batch import bench_batch
+from redraft.bench.fused_step import FusedStep
 from redraft.bench.probe import Probe
 from redraft.bench.profile import Bound, amdahl, device_activity, summarise, to_dict
 from redraft.bench.rivals import build_model, parse_rivals, rivals
@@ -20,7 +21,9 @@ from redraft.bench.work import PARTS, pass_work
 from redraft.config import QuantSpec
 from redraft.engine import Engine
 from redraft.errors import UsageError
+from redraft.fused import FusedModel
 from redraft.kernels.norms import rms_norm
+from redraft.random_model import PRESETS
 
 LIMITS = Probe("test", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
 
@@ -94,7 +97,7 @@ def test_bench_step(engine: Engine) -> None:
     assert {p.name for p in result.points()} == {*PARTS, "pass"}
 
 
-class FusedStep:
+class Bare:
     """Another implementation: the head samples, and one kernel routes and computes the experts."""
 
     name, capturable = "fused", False
@@ -116,11 +119,11 @@ class FusedStep:
         return {"sampling": "head", "router": "experts"}
 
 
-def test_a_network_may_bring_its_own_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = FusedStep()
-    monkeypatch.setattr(engine.model, "open_step", lambda batch, prompt_tokens, seed: mine, raising=False)
+def test_fused_parts_count_where_they_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Bare()
+    monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens: mine)
     result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=3, rounds=2)
-    assert mine.passes == 3 + 1 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
+    assert mine.passes == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
     parts = {p.name: p for p in result.parts}
     assert (parts["sampling"].timing, parts["sampling"].within) == (None, "head")
     work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
@@ -129,13 +132,33 @@ def test_a_network_may_bring_its_own_passes(engine: Engine, monkeypatch: pytest.
 
 
 def test_a_forgotten_part_is_an_error(engine: Engine) -> None:
-    class Forgetful(FusedStep):
+    class Forgetful(Bare):
         def fused(self):
             return {"sampling": "head"}
 
     work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
     with pytest.raises(UsageError, match="fused: the parts router are neither given nor said to be fused"):
         time_parts(Forgetful(), work, torch.device("cpu"))
+
+
+def test_the_fused_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the interpreter without a GPU, on canvases of 2: which tier runs what, and each part as a launch."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setitem(PRESETS, "short", dataclasses.replace(PRESETS["tiny"], canvas_length=2))
+    short = redraft.load("random:short", dtype=torch.bfloat16, device=str(device))
+    short.fused = short.fused or FusedModel(short.config, short.model.weights, QuantSpec())
+    step = open_step(short, 1, 3)
+    assert isinstance(step, FusedStep) and step.capturable and expert_spec(short) == QuantSpec()
+    assert step.runner.state.step.tolist() == [1] and step.runner.arena.length.tolist() == [3]
+    parts = step.parts()
+    assert tuple(parts) == PARTS
+    for call in parts.values():
+        call()
+    rows, state = step.runner.work.rows, step.runner.state
+    assert all(bool(t.isfinite().all()) for t in (rows.x, rows.next_in, rows.delta, step.runner.work.logits))
+    assert (state.step.tolist(), state.done.tolist()) == ([2], [0])  # the sampling finished a pass and stopped nothing
+    short.tier = "off"
+    assert isinstance(open_step(short, 1, 3), ReferenceStep)
 
 
 def test_rival_names() -> None:
@@ -149,7 +172,6 @@ def test_the_rival_has_our_shapes(name: str) -> None:
     """Read back the way a checkpoint of transformers is: the same ModelConfig, but for what random weights ignore."""
     from redraft.bench.rivals import transformers_config
     from redraft.config import ModelConfig
-    from redraft.random_model import PRESETS
 
     config = ModelConfig.from_dict(transformers_config(PRESETS[name]).to_dict())
     for field in dataclasses.fields(config):
@@ -162,6 +184,15 @@ def test_transformers_beside_ours(engine: Engine) -> None:
     other = result.to_dict()["arms"]["transformers"]
     assert other["implementation"].startswith("transformers 5.") and "encode_and_setup_ms" in other
     assert set(result.arms) == {OURS, "transformers"}
+
+
+def test_a_rival_that_fails_costs_nothing_else(engine: Engine) -> None:
+    def broken() -> None:
+        raise RuntimeError("no\ncompiler")
+
+    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1, rivals={"other": broken})
+    assert result.failed == {"other": "RuntimeError: no compiler"} and set(result.arms) == {OURS}
+    assert result.to_dict()["failed"] == result.failed
 
 
 def test_building_the_rival_leaves_torch_as_it_was(engine: Engine) -> None:

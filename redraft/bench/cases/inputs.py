@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from redraft.bench.kernels import KernelCase, Scale
+from redraft.config import DecodeSettings
+from redraft.kernels.decoding import DecodeSlots
 
 CASES: list[KernelCase] = []
+SETTINGS = DecodeSettings()
 
 # BF16 keeps 8 bits: one rounding is off by at most 2^-8 and, over many values, by 2^-8 / sqrt(12) = 1.1e-3 of the size
 # of their binade. A chain of a few roundings against a reference in fp32 stays below this.
@@ -34,3 +37,12 @@ def routing(scale: Scale, generator: torch.Generator) -> tuple[torch.Tensor, tor
 def lengths(scale: Scale) -> torch.Tensor:
     """Committed positions int32 [B]: the prefix, one less in every further slot."""
     return scale.prefix - torch.arange(scale.batch, dtype=torch.int32, device=scale.device)
+
+
+def first_pass(scale: Scale) -> DecodeSlots:
+    """Every slot in the first pass of its first canvas, under the published settings."""
+    slots = DecodeSlots.allocate(scale.batch, scale.device)
+    for b in range(scale.batch):
+        slots.configure(b, SETTINGS, seed=b)
+    slots.done.zero_()
+    return slots

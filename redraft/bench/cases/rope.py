@@ -35,7 +35,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     return Problem(
         run=lambda: qkv_norm_rope(
             qkv, q_weight, k_weight, freq, length, config.rms_norm_eps,
-            q_out=q, keys=keys, values=values, rows_cap=cap, **changes,
+            q_out=q, keys=keys, values=values, rows_cap=cap,
         ),
         outputs={"q": q, "k": keys[:, :, cap:], "v": values[:, :, cap:]},
         reference=reference,
@@ -46,5 +46,4 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     )  # fmt: skip
 
 
-SIZES = tuple({"block_elements": n} for n in (512, 1024, 2048, 4096))
-CASES = [KernelCase(f"rope.{kind}", partial(build, kind), SIZES) for kind in ("sliding", "full")]
+CASES = [KernelCase(f"rope.{kind}", partial(build, kind)) for kind in ("sliding", "full")]

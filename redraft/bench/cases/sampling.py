@@ -12,23 +12,10 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian
+from redraft.bench.cases.inputs import SETTINGS, first_pass, gaussian
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.config import DecodeSettings
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
-
-SETTINGS = DecodeSettings()
-
-
-def _slots(scale: Scale) -> DecodeSlots:
-    """Every slot in its first pass."""
-    slots = DecodeSlots.allocate(scale.batch, scale.device)
-    for b in range(scale.batch):
-        slots.configure(b, SETTINGS, seed=b)
-    slots.done.zero_()
-    return slots
 
 
 def _scaled(scale: Scale, raw: torch.Tensor) -> torch.Tensor:
@@ -39,7 +26,7 @@ def _scaled(scale: Scale, raw: torch.Tensor) -> torch.Tensor:
 
 def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     config, rows, vocab = scale.config, scale.rows, scale.config.vocab_size
-    raw, slots = gaussian(scale, generator, rows, vocab, std=4.0), _slots(scale)
+    raw, slots = gaussian(scale, generator, rows, vocab, std=4.0), first_pass(scale)
     draw, argmax = (torch.empty(rows, dtype=torch.int64, device=scale.device) for _ in range(2))
     entropy, confidence, log_norm = (torch.empty(rows, device=scale.device) for _ in range(3))
     settings = dataclasses.replace(SAMPLE, **changes)
@@ -79,7 +66,7 @@ def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, A
 
 def soft(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     config = scale.config
-    raw, slots = gaussian(scale, generator, scale.rows, config.vocab_size, std=4.0), _slots(scale)
+    raw, slots = gaussian(scale, generator, scale.rows, config.vocab_size, std=4.0), first_pass(scale)
     log_norm, out = _scaled(scale, raw).logsumexp(dim=-1), torch.empty_like(raw)
     settings = dataclasses.replace(PROBABILITIES, **changes)
     return Problem(

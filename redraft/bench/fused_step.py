@@ -1,0 +1,108 @@
+"""The fused passes of `graphs.SlotRunner` as a benchmark runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
+from redraft.fused import FusedLayer, FusedModel
+from redraft.graphs import SlotRunner
+from redraft.kernels.acceptance import finish_pass
+from redraft.kernels.experts import expert_rows
+from redraft.kernels.norms import combine_norms, residual_norms
+from redraft.kernels.sampling import probabilities
+from redraft.kernels.self_conditioning import self_condition
+
+
+class FusedStep:
+    """A batch in the slots of a SlotRunner; implements `step.DenoiseStep`."""
+
+    name = "fused"
+    capturable = True
+
+    def __init__(self, model: FusedModel, batch: int, prompt_tokens: int, seed: int):
+        self.model, self.config = model, model.config
+        self.prompts = random_tokens(self.config.vocab_size, (batch, prompt_tokens), seed, model.device).tolist()
+        self.runner = SlotRunner(model, batch, prompt_tokens)
+        b = self.runner.work.rows
+        # BF16 experts return a new tensor from every call: another of its shape serves for timing what follows.
+        self._expert_rows = b.experts.out if b.experts else b.x.repeat_interleave(self.config.top_k_experts, dim=0)
+        self.runner.reset()
+        self.run_encode()
+        self.run_pass()
+
+    def run_pass(self) -> object:
+        self.runner.run_pass()
+        return self.runner.poll()
+
+    def run_encode(self) -> object:
+        for slot, prompt in enumerate(self.prompts):
+            self.runner.admit(slot, prompt, ENDLESS_SETTINGS, seed=slot)
+        return None
+
+    def fused(self) -> Mapping[str, str]:
+        return {}
+
+    def parts(self) -> Mapping[str, Callable[[], object]]:
+        """The launches of a pass by part; norms that end another launch (of the embedding, of q and k) stay there."""
+        model, runner = self.model, self.runner
+        rows = runner.work.rows
+
+        def every_layer(call: Callable[[FusedLayer], object]) -> Callable[[], object]:
+            return lambda: [call(layer) for layer in model.layers]
+
+        return {
+            "embed": lambda: model.embed(runner.canvases.tokens, runner.work.conditioning.signal, rows, canvas=True),
+            "self-conditioning": self._self_condition,
+            "attention": self._attention,
+            "dense": every_layer(lambda layer: model.dense(layer, rows)),
+            "router": every_layer(lambda layer: model.route(layer, rows)),
+            "experts": every_layer(self._experts),
+            "norms": every_layer(self._norms),
+            "head": lambda: torch.mm(rows.next_in, model.weights.embed.t(), out=runner.work.logits),
+            "sampling": self._sample,
+        }
+
+    def _self_condition(self) -> None:
+        model, runner = self.model, self.runner
+        self_condition(
+            runner.work.logits, model.weights.embed, model.weights.self_conditioning, model.conditioning_gate_up,
+            runner.state, self.config.canvas_length, model.embed_scale, self.config.rms_norm_eps,
+            runner.work.conditioning,
+        )  # fmt: skip
+
+    def _attention(self) -> None:
+        for index in range(len(self.model.layers)):
+            self.model.attention(index, self.runner.work.rows, self.runner.arena, causal=False)
+
+    def _experts(self, layer: FusedLayer) -> None:
+        b = self.runner.work.rows
+        expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts, b.tile_rows)
+
+    def _norms(self, layer: FusedLayer) -> None:
+        """The two launches of `FusedModel.feed_forward` around its branches."""
+        b, w, eps = self.runner.work.rows, layer.weights, self.config.rms_norm_eps
+        residual_norms(
+            b.x, b.delta, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.pre_feedforward_layernorm_2,
+            w.router_scale, eps, dense_in=b.dense_in, expert_in=b.expert_in, router_in=b.router_in,
+            group_sums=b.group_sums, group_size=b.group,
+        )  # fmt: skip
+        combine_norms(
+            b.x, b.dense, self._expert_rows, b.assigned.slot_of, b.routing, w.post_feedforward_layernorm_1,
+            w.post_feedforward_layernorm_2, w.post_feedforward_layernorm, w.decoder_scalar, w.input_layernorm, eps,
+            next_in=b.next_in,
+        )  # fmt: skip
+
+    def _sample(self) -> None:
+        """Statistics, probabilities for the next pass, acceptance and stop test."""
+        runner, work, config = self.runner, self.runner.work, self.config
+        runner.sample()
+        probabilities(
+            work.logits, work.log_norm, runner.state, config.canvas_length, config.final_logit_softcap, out=work.logits
+        )
+        finish_pass(
+            work.draw, work.argmax, work.entropy, runner.state, runner.canvases, config.canvas_length,
+            config.vocab_size,
+        )  # fmt: skip
