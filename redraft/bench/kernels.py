@@ -141,8 +141,14 @@ def use_interpreter() -> None:
 
 
 def load_cases() -> list[KernelCase]:
-    """Every case of every file in bench/cases/, in the order of their names."""
+    """Every case of every file in bench/cases/, in the order of their names. Raises RedraftError without Triton."""
     from redraft.bench import cases
+    from redraft.kernels.launch import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise RedraftError(
+            "the kernels need Triton, which is not installed here; torch's operations run in their place"
+        )
 
     modules = sorted(m.name for m in pkgutil.iter_modules(cases.__path__))
     found = [case for name in modules for case in importlib.import_module(f"{cases.__name__}.{name}").CASES]

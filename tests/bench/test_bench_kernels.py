@@ -22,7 +22,8 @@ from redraft.bench.kernels import (
 )
 from redraft.bench.roofline import Roofline, Work
 from redraft.config import QuantSpec
-from redraft.errors import UsageError
+from redraft.errors import RedraftError, UsageError
+from redraft.kernels import launch
 from redraft.random_model import PRESETS
 
 CPU = torch.device("cpu")
@@ -163,6 +164,12 @@ def test_choosing_cases() -> None:
     assert len(select_cases(None)) == len(CASES)
     with pytest.raises(UsageError, match=r"no kernel is called like 'zzz'; there are acceptance, "):
         select_cases("zzz")
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "HAS_TRITON", False)
+    with pytest.raises(RedraftError, match="the kernels need Triton"):
+        select_cases(None)
 
 
 @pytest.mark.gpu
