@@ -146,9 +146,7 @@ def load_cases() -> list[KernelCase]:
     from redraft.kernels.launch import HAS_TRITON
 
     if not HAS_TRITON:
-        raise RedraftError(
-            "the kernels need Triton, which is not installed here; torch's operations run in their place"
-        )
+        raise RedraftError("the kernels need Triton, which is not installed; torch's operations run in their place")
 
     modules = sorted(m.name for m in pkgutil.iter_modules(cases.__path__))
     found = [case for name in modules for case in importlib.import_module(f"{cases.__name__}.{name}").CASES]
