@@ -22,7 +22,7 @@ from redraft.kernels.decoding import OUT_OF_STEPS, Canvases, DecodeSlots
 from redraft.kernels.sampling import probabilities, sample
 from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
 
-PIECE = 1024  # prompt rows a pass: 64 rows an expert at 128 experts, 8 chosen
+PIECE = 1024  # prompt rows a pass, where a prompt has more than a canvas: 64 rows an expert at 128 experts, 8 chosen
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,12 @@ class SlotStatus:
 
 
 class PassGraph:
-    """A sequence of launches, captured once and replayed; on a CPU simply run."""
+    """A sequence of launches, captured once and replayed; on a CPU simply run.
 
-    def __init__(self, launches: Callable[[], None], device: torch.device):
+    Graphs that are never replayed at the same time share the memory of one `pool` (torch.cuda.graph_pool_handle).
+    """
+
+    def __init__(self, launches: Callable[[], None], device: torch.device, pool: Any):
         self._launches, self._graph = launches, None
         if device.type != "cuda":
             return
@@ -52,7 +55,7 @@ class PassGraph:
                 launches()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=pool):
             launches()
 
     def replay(self) -> None:
@@ -73,19 +76,16 @@ class SlotRunner:
     def __init__(self, model: FusedModel, slots: int, capacity: int):
         self.model, self.slots, self.capacity = model, slots, capacity
         self.config, device = model.config, model.device
-        self.piece = min(PIECE, max(capacity, self.config.canvas_length))
+        self.piece = max(min(PIECE, capacity), self.config.canvas_length)
         self._check_memory()
-        self.arena = SlotArena.allocate(
-            self.config, slots, capacity, max(self.piece, self.config.canvas_length), torch.bfloat16, device
-        )
+        self.arena = SlotArena.allocate(self.config, slots, capacity, self.piece, torch.bfloat16, device)
         self.state = DecodeSlots.allocate(slots, device)
         self.canvases = Canvases.allocate(slots, self.config.canvas_length, device)
         self.work = _DenoiseBuffers(model, slots, device)
         self._select = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._commit_tokens = torch.zeros(self.config.canvas_length, dtype=torch.int64, device=device)
-        self._canvas_count = torch.tensor([self.config.canvas_length], dtype=torch.int32, device=device)
-        self._commit_buffers = Buffers(self.config, model.spec, 1, self.config.canvas_length, device)
-        self._commits: dict[int, PassGraph] = {}
+        self._readers = {n: _Reader(model, n, device) for n in {self.config.canvas_length, self.piece}}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._encodes: dict[tuple[int, int], PassGraph] = {}
         self._pass: PassGraph | None = None
         self._pending: list[_Snapshot] = []
 
@@ -99,11 +99,10 @@ class SlotRunner:
         self._prepare()
         self.arena.length[slot] = 0
         self.state.configure(slot, settings, seed)
-        view, tokens = self.arena.slot(slot), torch.tensor(prompt, device=self.model.device)
-        for piece in tokens.split(self.piece):
-            buffers = Buffers(self.config, self.model.spec, 1, len(piece), self.model.device)
-            count = torch.tensor([len(piece)], dtype=torch.int32, device=self.model.device)
-            self._encode(piece, buffers, view, count)
+        while prompt:
+            size = self.piece if len(prompt) > self.config.canvas_length else self.config.canvas_length
+            self._encode(slot, prompt[:size], size)
+            prompt = prompt[size:]
         self._start(slot)
 
     def start(self, slot: int) -> None:
@@ -124,14 +123,8 @@ class SlotRunner:
         return self._pending.pop(0).read(self.slots)
 
     def commit(self, slot: int, tokens: list[int]) -> None:
-        """Make a finished canvas, int ids of one canvas length, part of the slot's prefix."""
-        self._commit_tokens.copy_(torch.tensor(tokens))
-        if slot not in self._commits:
-            view, count = self.arena.slot(slot), torch.zeros_like(self._canvas_count)
-            launches = _Encode(self, self._commit_tokens, self._commit_buffers, view, count)
-            self._commits[slot] = PassGraph(launches, self.model.device)
-            launches.count.copy_(self._canvas_count)
-        self._commits[slot].replay()
+        """Make a finished canvas, the ids of one canvas length, part of the slot's prefix."""
+        self._encode(slot, tokens, self.config.canvas_length)
 
     def denoise(self) -> None:
         """One pass over all slots: every launch of it, in order."""
@@ -160,17 +153,22 @@ class SlotRunner:
     def _prepare(self) -> None:
         if self._pass is None:
             # Every slot is done as allocated, so the warm-up passes change nothing.
-            self._pass = PassGraph(self.denoise, self.model.device)
+            self._pass = PassGraph(self.denoise, self.model.device, self._pool)
 
     def _start(self, slot: int) -> None:
         self._select.zero_()
         self._select[slot] = 1
         start_canvas(self._select, self.state, self.canvases, self.config.canvas_length, self.config.vocab_size)
 
-    def _encode(self, tokens: torch.Tensor, buffers: Buffers, view: SlotArena, count: torch.Tensor) -> None:
-        self.model.embed(tokens, None, buffers, canvas=False)
-        self.model.run_layers(buffers, view, causal=True)
-        self.model.commit(view, count)
+    def _encode(self, slot: int, tokens: list[int], size: int) -> None:
+        """Read `tokens` into a slot's prefix with a pass of `size` rows; rows after the tokens are computed in vain."""
+        reader, key = self._readers[size], (slot, size)
+        if key not in self._encodes:
+            reader.count.zero_()  # the warm-up passes commit nothing
+            view = self.arena.slot(slot)
+            self._encodes[key] = PassGraph(lambda: reader.run(view), self.model.device, self._pool)
+        reader.fill(tokens)
+        self._encodes[key].replay()
 
     def _check_memory(self) -> None:
         if self.model.device.type != "cuda":
@@ -183,16 +181,23 @@ class SlotRunner:
             )
 
 
-class _Encode:
-    """The launches of a commit, over fixed tensors; with a count of zero they change nothing that lasts."""
+class _Reader:
+    """Encode passes of `size` rows of one slot, over fixed tokens and a fixed count."""
 
-    def __init__(
-        self, runner: SlotRunner, tokens: torch.Tensor, buffers: Buffers, view: SlotArena, count: torch.Tensor
-    ):
-        self._runner, self._tokens, self._buffers, self._view, self.count = runner, tokens, buffers, view, count
+    def __init__(self, model: FusedModel, size: int, device: torch.device):
+        self._model = model
+        self._buffers = Buffers(model.config, model.spec, 1, size, device)
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __call__(self) -> None:
-        self._runner._encode(self._tokens, self._buffers, self._view, self.count)
+    def fill(self, tokens: list[int]) -> None:
+        self._tokens[: len(tokens)] = torch.tensor(tokens, device=self._tokens.device)
+        self.count.fill_(len(tokens))
+
+    def run(self, slot: SlotArena) -> None:
+        self._model.embed(self._tokens, None, self._buffers, canvas=False)
+        self._model.run_layers(self._buffers, slot, causal=True)
+        self._model.commit(slot, self.count)
 
 
 class _DenoiseBuffers:
@@ -243,14 +248,11 @@ class _Snapshot:
 
 
 def planned_bytes(model: FusedModel, slots: int, capacity: int, piece: int) -> int:
-    """Bytes of arena and buffers for `slots` requests, one prompt piece under way included."""
+    """Bytes of arena and buffers for `slots` requests whose prompts are read in pieces of `piece` rows."""
     meta, config, length = torch.device("meta"), model.config, model.config.canvas_length
-    arena = SlotArena.allocate(config, slots, capacity, max(piece, length), torch.bfloat16, meta)
-    parts = [
-        arena,
-        _DenoiseBuffers(model, slots, meta),
-        *(Buffers(config, model.spec, 1, n, meta) for n in (length, piece)),
-    ]
+    arena = SlotArena.allocate(config, slots, capacity, piece, torch.bfloat16, meta)
+    readers = [Buffers(config, model.spec, 1, n, meta) for n in {length, piece}]
+    parts = [arena, _DenoiseBuffers(model, slots, meta), *readers]
     return sum(_tensor_bytes(part) for part in parts)
 
 

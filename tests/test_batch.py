@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from redraft.checkpoint import load_checkpoint
 from redraft.config import DecodeSettings
 from redraft.events import Committed, Draft, Result
 from redraft.fused import FusedModel
-from redraft.graphs import SlotRunner
+from redraft.graphs import SlotRunner, planned_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7], [9] * 20]
@@ -20,7 +22,7 @@ RULE = DecodeSettings(max_denoising_steps=2, max_new_tokens=24, eos_token_ids=()
 @pytest.fixture(scope="module")
 def runner():
     checkpoint = load_checkpoint("random:tiny", "w4", torch.bfloat16, DEVICE)
-    return SlotRunner(FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec), 2, 64)
+    return SlotRunner(FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec), 2, 96)
 
 
 def _run(runner: SlotRunner, rule: DecodeSettings = RULE, seeds: tuple[int, int] = (1, 2)) -> list[list]:
@@ -29,6 +31,30 @@ def _run(runner: SlotRunner, rule: DecodeSettings = RULE, seeds: tuple[int, int]
     for row, event in SlotBatch(runner, lambda ids: "".join(map(chr, ids)), requests, rule).run(DEVICE, drafts=True):
         events[row].append(event)
     return events
+
+
+def test_one_request_from_prompt_to_answer(runner):
+    """A prompt longer than a canvas, one canvas, two passes; the other slot stays empty."""
+    prompt = [i % 300 for i in range(70)]
+    request = Request(list(prompt), seed=3)
+    rule = replace(RULE, max_new_tokens=5)
+    *drafts, committed, result = (e for _, e in SlotBatch(runner, str, [request], rule).run(DEVICE, drafts=True))
+    assert [(d.canvas, d.step) for d in drafts] == [(0, 1), (0, 2)]
+    assert all(d.accepted[d.accepted.index(True)] and d.mean_entropy > 0 for d in drafts)
+    assert committed.tokens == result.token_ids == drafts[-1].tokens[:5]
+    assert (result.steps_per_canvas, result.finish_reason, result.prompt_tokens) == ([2], "length", 70)
+    assert runner.arena.length.tolist() == [70, 0]
+
+
+def test_planned_memory_is_what_is_allocated(runner):
+    allocated = sum(t.numel() * t.element_size() for kv in runner.arena.layers for t in (kv.keys, kv.values))
+    rows = 2 * runner.config.canvas_length
+    logits = 2 * rows * runner.config.vocab_size
+    planned = planned_bytes(runner.model, 2, runner.capacity, runner.piece)
+    assert allocated + logits < planned < 3 * (allocated + logits) + 2**22
+    longer = planned_bytes(runner.model, 2, runner.capacity + 100, runner.piece)
+    # Only the one full layer grows: K and V of 2 slots, 1 head of 32, BF16, 100 positions.
+    assert longer - planned == 2 * 2 * 32 * 2 * 100
 
 
 @pytest.mark.gpu
