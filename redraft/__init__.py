@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
 from redraft.errors import CheckpointError, RedraftError, UsageError
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     import torch
 
     from redraft.engine import Engine
+    from redraft.hf import AccelerateReport
     from redraft.quant.report import QuantReport
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "load", "quantize"]
+__all__ = [
+    "CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "accelerate", "load", "quantize",
+]  # fmt: skip
 
 
 def load(
@@ -46,6 +49,7 @@ def load(
     from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
     from redraft.engine import Engine
+    from redraft.hf import AccelerateReport
     from redraft.random_model import is_random, random_tokenizer
 
     check_choice("tier", tier, TIERS)
@@ -80,3 +84,14 @@ def quantize(
     from redraft.quant.quantize import quantize as run
 
     return run(src, dst, spec, overwrite=overwrite, progress=progress, device=pick_device(device or "cpu"))
+
+
+def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) -> AccelerateReport:
+    """Pack the routed experts of transformers' loaded `DiffusionGemmaForBlockDiffusion` in place.
+
+    `model.generate()` goes on working; the report says what was replaced. See `redraft.hf.accelerate`, and
+    docs/transformers.md. Raises UsageError when the model cannot be packed.
+    """
+    from redraft.hf import accelerate as run
+
+    return run(model, tier, spec)

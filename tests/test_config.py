@@ -29,7 +29,7 @@ def test_model_config_values(raw):
 def test_older_spelling_of_full_layers(raw):
     """transformers before per_layer_config wrote global_head_dim and num_global_key_value_heads."""
     new = ModelConfig.from_dict(raw)
-    raw["text_config"].pop("per_layer_config")
+    raw["text_config"].pop("per_layer_config", None)
     raw["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
     assert ModelConfig.from_dict(raw) == new
 

@@ -1,10 +1,14 @@
-"""Run one untrusted Python function on given arguments in a short-lived, locked-down subprocess.
+"""Run untrusted Python functions in short-lived, locked-down subprocesses.
 
-The expected values never enter the child: it reports what the function returned and the parent compares, so printing
-"passed", exiting early or patching the checker gains nothing. The child is `python -I -S` in an empty directory with an
-empty environment, limits on CPU time, memory, file size, open files and processes, and an audit hook that refuses every
-audited action (opening files, sockets, processes, ctypes, imports, threads) once the code runs. This stops accidents
-and ordinary hostile code; it is no substitute for a container where an attacker is expected.
+The process that runs untrusted code never decides whether it is right: it receives arguments and sends back returned
+values as literals. `run_function` compares them here. `run_check` runs a benchmark's own test in a second process, which
+calls the function through a proxy and gives the verdict. So printing "passed", leaving early, overriding `__eq__` or
+patching asserts, builtins and the harness gains nothing; expected values are never where the code could read them.
+
+Each child is `python -I -S` in an empty directory with an empty environment, limits on CPU time, memory, file size and
+processes, no new file descriptors (so neither files nor sockets), and an audit hook that refuses every audited action
+(opening and deleting files, sockets, processes, signals, ctypes, imports, threads) once the code runs. This stops
+accidents and ordinary hostile code; it is no substitute for a container where an attacker is expected.
 """
 
 from __future__ import annotations
@@ -18,58 +22,163 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 Case = tuple[tuple[Any, ...], Any]  # (arguments, expected value), both plain literals
 
-_HARNESS = r"""
-import builtins, collections, functools, itertools, json, math, os, re, resource, string, sys
+BASIC_MODULES = ("builtins", "collections", "functools", "itertools", "math", "re", "string", "sys")
+# What solutions of programming benchmarks use. Imported beforehand: afterwards nothing can be.
+LIBRARY_MODULES = (
+    *BASIC_MODULES, "__future__", "abc", "array", "bisect", "calendar", "cmath", "collections.abc", "contextlib",
+    "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "hashlib", "heapq", "json", "numbers",
+    "operator", "queue", "random", "statistics", "textwrap", "time", "types", "typing", "unicodedata",
+)  # fmt: skip
 
-request = json.loads(sys.stdin.buffer.read())
-for name, value in request["limits"].items():
-    resource.setrlimit(getattr(resource, name), (value, value))
+_COMMON = r"""
+import ast, builtins, importlib, json, os, resource, sys
+
+LINE = 2**20  # most bytes of one call or one value
+ALLOWED = frozenset({
+    "exec", "compile", "builtins.id", "sys._getframe", "sys._getframemodulename", "sys.unraisablehook", "time.sleep",
+    "object.__getattr__", "object.__setattr__", "object.__delattr__", "array.__new__",
+})
+incoming = os.fdopen(os.dup(0), "rb")
 report = os.dup(1)
-devnull = os.open(os.devnull, os.O_RDWR)
-for fd in (0, 1, 2):
-    os.dup2(devnull, fd)
-write, leave, dumps = os.write, os._exit, json.dumps
-arguments = eval(request["arguments_source"])
-source, function = request["source"], request["function"]
-KEEP = {"builtins", "collections", "functools", "itertools", "math", "re", "string", "sys"}
-for name in list(sys.modules):
-    if name not in KEEP:
-        del sys.modules[name]
-for name in ("open", "input", "breakpoint"):
-    delattr(builtins, name)
+request = json.loads(incoming.readline())
 
-def refuse(event, args, allowed=frozenset({"exec", "compile"}), error=PermissionError):
+def literal(value):
+    # The value's text in plain types: a subclass counts as what it extends, and its own methods are not asked.
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return {"inf": "1e999", "-inf": "-1e999"}.get(text, text)
+    for kind in (int, str, bytes, complex):
+        if isinstance(value, kind):
+            return kind.__repr__(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(literal(k) + ": " + literal(v) for k, v in dict.items(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, list.__iter__(value))) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(literal(v) + ", " for v in tuple.__iter__(value)) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(map(literal, value)) + "}" if value else "set()"
+    raise TypeError("no plain value: " + type(value).__name__)
+
+def explain(error):
+    return (type(error).__name__ + ": " + str(error))[:300]
+
+def refuse(event, args, allowed=ALLOWED, permission=PermissionError, missing=ImportError):
+    if event == "import":
+        raise missing(args[0] + " is not available here")
     if event not in allowed:
-        raise error(event)
+        raise permission(event)
 
-values, problem = [], ""
-try:
+def lock_down():
+    for name in request["modules"]:
+        importlib.import_module(name)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(devnull, fd)
+    os.close(devnull)
+    keep = {*request["modules"], "_strptime"}
+    for name in list(sys.modules):
+        if name not in keep:
+            del sys.modules[name]
+    for name in ("open", "input", "breakpoint"):
+        delattr(builtins, name)
+    for name, value in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
     sys.addaudithook(refuse)
-    namespace = {"__name__": "answer"}
-    exec(compile(source, "answer.py", "exec"), namespace)
-    for args in arguments:
-        values.append(repr(namespace[function](*args))[:4096])
+"""
+
+# A line per call comes in, (arguments, keyword arguments) as a literal; a line goes out, its value or its problem.
+_CANDIDATE = (
+    _COMMON
+    + r"""
+def reply(write=os.write, dumps=json.dumps, out=report, **fields):
+    write(out, dumps(fields).encode() + b"\n")
+
+def answer(function, line):
+    args, kwargs = evaluate(line)
+    text = literal(function(*args, **kwargs))
+    if len(text) > LINE:
+        raise ValueError("the value is too long")
+    return text
+
+evaluate, leave, module = eval, os._exit, type(sys)("answer")
+lock_down()
+sys.modules["answer"] = module
+try:
+    exec(compile(request["source"], "answer.py", "exec"), module.__dict__)
+    function = module.__dict__[request["function"]]
+    while line := incoming.readline():
+        reply(value=answer(function, json.loads(line)))
 except BaseException as e:
-    problem = (type(e).__name__ + ": " + str(e))[:300]
-write(report, dumps({"values": values, "problem": problem}).encode())
+    reply(problem=explain(e))
 leave(0)
 """
+)
+
+# Trusted code only: the test, and the context that it needs, such as helpers in the problem's text.
+_TESTER = (
+    _COMMON
+    + r"""
+calls, values = os.fdopen(request["calls"], "wb"), os.fdopen(request["values"], "rb")
+
+def send(line):
+    calls.write(line.encode() + b"\n")
+    calls.flush()
+
+def candidate(*args, **kwargs):
+    send(json.dumps(literal((args, kwargs))))
+    line = values.readline(2 * LINE)
+    if not line.endswith(b"\n"):
+        raise RuntimeError("the process ended without a result")
+    answer = json.loads(line)
+    if "problem" in answer:
+        raise RuntimeError(answer["problem"])
+    return ast.literal_eval(answer["value"])
+
+write, leave, dumps, problem = os.write, os._exit, json.dumps, ""
+lock_down()
+try:
+    send(request["candidate"])
+    namespace = {"__name__": "test"}
+    exec(compile(request["context"], "context.py", "exec"), namespace)
+    namespace[request["function"]] = candidate
+    exec(compile(request["test"], "test.py", "exec"), namespace)
+    namespace["check"](candidate)
+except BaseException as e:
+    problem = explain(e)
+write(report, dumps({"problem": problem}).encode())
+leave(0)
+"""
+)
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What the child may use. Seconds and bytes."""
+    """What a child may use. Seconds and bytes."""
 
     wall_seconds: float = 5.0
     cpu_seconds: int = 2
     memory_bytes: int = 512 * 2**20
     file_bytes: int = 2**20  # also caps the child's report
+
+    def resource_limits(self) -> dict[str, int]:
+        """Limits by their names in the module `resource`."""
+        return {
+            "RLIMIT_CPU": self.cpu_seconds,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": 0,  # those that are open stay open
+            "RLIMIT_CORE": 0,
+            "RLIMIT_NPROC": 1,
+        }
 
 
 @dataclass(frozen=True)
@@ -92,73 +201,106 @@ def run_function(
         raise ValueError("no cases: nothing would be checked")
     limits = limits or SandboxLimits()
     started = time.monotonic()
-    report, reason = _run_child(_request(source, function, cases, limits), limits.wall_seconds)
-    if not reason:
-        reason = _compare(report, cases)
+    calls = [json.dumps(repr((args, {}))) for args, _ in cases]
+    lines = "\n".join([_candidate_request(source, function, BASIC_MODULES, limits), *calls, ""])
+    with tempfile.TemporaryFile() as out, _child(_CANDIDATE, subprocess.PIPE, out) as child:
+        reason = _finish(child, lines, limits)
+        reason = reason or _compare(_read(out), cases)
     return SandboxResult(reason == "passed", reason, time.monotonic() - started)
 
 
-def _request(source: str, function: str, cases: Sequence[Case], limits: SandboxLimits) -> bytes:
-    rlimits = {
-        "RLIMIT_CPU": limits.cpu_seconds,
-        "RLIMIT_AS": limits.memory_bytes,
-        "RLIMIT_FSIZE": limits.file_bytes,
-        "RLIMIT_NOFILE": 16,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NPROC": 1,
-    }
-    arguments = repr([args for args, _ in cases])
-    request = {"source": source, "function": function, "arguments_source": arguments, "limits": rlimits}
-    return json.dumps(request).encode()
+def run_check(
+    source: str, function: str, test: str, context: str = "", limits: SandboxLimits | None = None
+) -> SandboxResult:
+    """Define the untrusted `source` in one subprocess and run `check(function)` of the trusted `test` in another.
+
+    context: trusted definitions that the test may use. Arguments and values cross as literals: None, bool, numbers,
+    str, bytes, and lists, tuples, dicts and sets of them; a function that returns anything else fails. An argument that
+    the function changes in place does not change for the test. Nothing raised by the code reaches the caller.
+    """
+    limits = limits or SandboxLimits()
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as out, _child(_CANDIDATE, subprocess.PIPE, subprocess.PIPE) as candidate:
+        assert candidate.stdin and candidate.stdout, "both are pipes"
+        pipes = (candidate.stdin.fileno(), candidate.stdout.fileno())
+        request = {
+            "candidate": _candidate_request(source, function, LIBRARY_MODULES, limits),
+            "calls": pipes[0],
+            "values": pipes[1],
+            "function": function,
+            "context": context,
+            "test": test,
+            "modules": LIBRARY_MODULES,
+            "limits": limits.resource_limits(),
+        }
+        with _child(_TESTER, subprocess.PIPE, out, pipes) as tester:
+            reason = _finish(tester, json.dumps(request) + "\n", limits)
+        reason = reason or _verdict(_read(out))
+    return SandboxResult(reason == "passed", reason, time.monotonic() - started)
 
 
-def _run_child(request: bytes, wall_seconds: float) -> tuple[bytes, str]:
-    """(the child's report, "") or (anything, the reason why there is none)."""
-    with tempfile.TemporaryDirectory() as cwd, tempfile.TemporaryFile() as out:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", _HARNESS],
-            stdin=subprocess.PIPE,
-            stdout=out,  # a file, not a pipe: RLIMIT_FSIZE bounds it
+def _candidate_request(source: str, function: str, modules: Sequence[str], limits: SandboxLimits) -> str:
+    limits_by_name = limits.resource_limits()
+    return json.dumps({"source": source, "function": function, "modules": modules, "limits": limits_by_name})
+
+
+@contextlib.contextmanager
+def _child(
+    program: str, stdin: int, stdout: int | IO[bytes], pass_fds: tuple[int, ...] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A running child in an empty directory; at the end it is killed with everything it left behind."""
+    with (
+        tempfile.TemporaryDirectory() as cwd,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-c", program],
+            stdin=stdin,
+            stdout=stdout,
             stderr=subprocess.DEVNULL,
             cwd=cwd,
             env={},
             start_new_session=True,
-        )
+            pass_fds=pass_fds,
+        ) as child,
+    ):
         try:
-            child.communicate(request, timeout=wall_seconds)
-        except subprocess.TimeoutExpired:
-            return b"", f"no answer within {wall_seconds:g} s"
+            yield child
         finally:
-            _kill_group(child)
-        if child.returncode:
-            return b"", f"the process ended with status {child.returncode}"
-        out.seek(0)
-        return out.read(), ""
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """End the child and anything it left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _finish(child: subprocess.Popen[bytes], lines: str, limits: SandboxLimits) -> str:
+    """Send `lines` and wait; "" or the reason why there is no report."""
+    try:
+        child.communicate(lines.encode(), timeout=limits.wall_seconds)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {limits.wall_seconds:g} s"
+    return f"the process ended with status {child.returncode}" if child.returncode else ""
+
+
+def _read(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _verdict(report: bytes) -> str:
+    try:
+        return str(json.loads(report)["problem"]) or "passed"
+    except (ValueError, KeyError, TypeError):
+        return "the test ended without a verdict"
 
 
 def _compare(report: bytes, cases: Sequence[Case]) -> str:
     """ "passed", or the first thing that is wrong."""
-    try:
-        decoded = json.loads(report)
-        values, problem = decoded["values"], decoded["problem"]
-    except (ValueError, KeyError, TypeError):
-        return "the process ended without a result"
-    if problem:
-        return str(problem)
-    if not isinstance(values, list) or len(values) != len(cases):
-        return f"{len(values)} results for {len(cases)} cases"
-    for (args, expected), text in zip(cases, values, strict=True):
+    lines = report.splitlines()
+    for index, (args, expected) in enumerate(cases):
         try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return f"{args!r} returned no plain value: {str(text)[:80]}"
+            reply = json.loads(lines[index])
+            if "problem" in reply:
+                return str(reply["problem"])
+            value = ast.literal_eval(reply["value"])
+        except (ValueError, SyntaxError, TypeError, KeyError, IndexError, MemoryError, RecursionError):
+            return f"{args!r}: the process ended without a result"
         if type(value) is not type(expected) or value != expected:
             return f"{args!r} returned {value!r}, expected {expected!r}"[:300]
-    return "passed"
+    return "passed" if len(lines) == len(cases) else f"{len(lines)} results for {len(cases)} cases"
