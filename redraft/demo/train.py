@@ -11,7 +11,7 @@ import argparse
 import inspect
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -316,15 +316,24 @@ class Trainer:
 
 
 def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that every transformers since 5.12 loads: full-attention sizes in the older spelling, too."""
+    """Write a folder that every transformers since 5.12 loads: nothing in it but what the oldest can read."""
     model.save_pretrained(folder)
     demo_tokenizer.save(tokenizer, folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
     full = model.config.text_config.per_layer_config["full_attention"]
-    config["text_config"]["global_head_dim"] = full.head_dim
-    config["text_config"]["num_global_key_value_heads"] = full.num_key_value_heads
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    older = {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_key_value_heads}
+
+    def readable_config(config: dict[str, Any]) -> None:
+        config["text_config"] |= older
+        config["vision_config"].pop("rope_parameters", None)  # of a type 5.12 does not know; the default of each
+
+    _edit_json(folder / "config.json", readable_config)
+    _edit_json(folder / "generation_config.json", lambda config: config.pop("return_dict_in_generate", None))
+
+
+def _edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def log(**values: Any) -> None:
