@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     import torch
 
     from redraft.engine import Engine
-    from redraft.hf import AccelerateReport
+    from redraft.hf import AccelerateReport, W4Config
     from redraft.quant.report import QuantReport
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "accelerate", "load", "quantize",
+    "CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "W4Config", "accelerate", "load",
+    "quantize",
 ]  # fmt: skip
 
 
@@ -49,7 +50,6 @@ def load(
     from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
     from redraft.engine import Engine
-    from redraft.hf import AccelerateReport
     from redraft.random_model import is_random, random_tokenizer
 
     check_choice("tier", tier, TIERS)
@@ -95,3 +95,12 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
     from redraft.hf import accelerate as run
 
     return run(model, tier, spec)
+
+
+def __getattr__(name: str) -> Any:
+    """`redraft.W4Config` on first use: it needs transformers, which `import redraft` alone does not load."""
+    if name == "W4Config":
+        from redraft.hf import W4Config
+
+        return W4Config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,156 @@
+"""Packed experts in the place of transformers' expert modules, and what transformers has to know about their ties.
+
+One module serves encoder and decoder, so the two cannot drift apart; transformers' table of tied weights is kept up to
+date beside it, for loading and saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from redraft.config import ModelConfig, QuantSpec
+from redraft.errors import UsageError
+from redraft.kernels.experts import gemm_tiles, repack, run_experts
+from redraft.kernels.launch import HAS_TRITON
+from redraft.quant import dg_w4a16
+from redraft.quant.packing import pack_nibbles
+from redraft.weights import PackedExperts, RepackedExperts, iter_tensors
+
+_DTYPES = {"U8": torch.uint8, "F16": torch.float16}
+
+
+def check_model(model: Any) -> ModelConfig:
+    """The shapes of a model of transformers' class. Raises UsageError for any other class."""
+    if not isinstance(model, DiffusionGemmaForBlockDiffusion):
+        raise UsageError(
+            f"the model is a {type(model).__name__}, expected a loaded DiffusionGemmaForBlockDiffusion "
+            "(merge or unwrap adapters first)"
+        )
+    return ModelConfig.from_dict(model.config.to_dict(), "the model's config")
+
+
+def layers(model: Any) -> Iterator[tuple[Any, Any]]:
+    """(decoder layer, encoder layer) of every depth."""
+    return zip(model.model.decoder.layers, model.model.encoder.language_model.layers, strict=True)
+
+
+def packed_spec(model: Any) -> QuantSpec | None:
+    """Group sizes of a model whose experts are packed by Redraft; None of any other."""
+    experts = model.model.decoder.layers[0].experts
+    return experts.spec if isinstance(experts, W4Experts) else None
+
+
+class W4Experts(nn.Module):
+    """Routed experts in 4 bits in the place of transformers' expert module.
+
+    Parameters gu_q, gu_s, gu_z, dn_q, dn_s, dn_z as in `PackedExperts`, without gradients; or, where the GPU kernels
+    run, the same numbers in their layout as `repacked` and no parameters.
+    """
+
+    def __init__(self, config: ModelConfig, spec: QuantSpec):
+        super().__init__()
+        self.config, self.spec = config, spec
+        self.num_experts = config.num_experts
+        self.repacked: RepackedExperts | None = None
+
+    @classmethod
+    def empty(cls, config: ModelConfig, spec: QuantSpec) -> W4Experts:
+        """Parameters on the meta device, to be filled by transformers' loader."""
+        module = cls(config, spec)
+        for name, (dtype, shape) in dg_w4a16.packed_shapes(config, spec).items():
+            module._set(name, torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
+        return module
+
+    @classmethod
+    def holding(cls, packed: PackedExperts, config: ModelConfig, spec: QuantSpec, dtype: torch.dtype) -> W4Experts:
+        """Experts for a network of `dtype`, in the kernels' layout where those cover them."""
+        module = cls(config, spec)
+        for name in dg_w4a16.PACKED_NAMES:
+            module._set(name, getattr(packed, name))
+        module.adopt_kernels(dtype)
+        return module
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def adopt_kernels(self, dtype: torch.dtype) -> None:
+        """Change to the kernels' layout where they cover device, dtype and shapes."""
+        if not self._parameters or not self.gu_q.is_cuda or dtype != torch.bfloat16 or not HAS_TRITON:
+            return
+        if gemm_tiles(self.config, self.spec) is not None:
+            self.repacked = repack(self.packed(), self.config, self.spec)
+            for name in dg_w4a16.PACKED_NAMES:
+                delattr(self, name)
+
+    def packed(self) -> PackedExperts:
+        """The tensors of the file format, recovered from the kernels' layout where that is in use."""
+        if self.repacked is not None:
+            return unpack_words(self.repacked, self.config)
+        return PackedExperts(*(getattr(self, name).detach() for name in dg_w4a16.PACKED_NAMES))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [T, H], expert ids and routing weights [T, k] -> [T, H]."""
+        experts = self.packed() if self.repacked is None else self.repacked
+        return run_experts(hidden_states, experts, top_k_weights, top_k_index)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4Experts:
+        """Follow the network to another device, but not to another dtype: scales stay fp16."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        super()._apply(moved, recurse)
+        if self.repacked is not None:
+            for name, tensor in iter_tensors(self.repacked):
+                setattr(self.repacked, name, moved(tensor))
+        return self
+
+
+def unpack_words(repacked: RepackedExperts, config: ModelConfig) -> PackedExperts:
+    """The inverse of `kernels.experts.repack`, bit for bit."""
+    pairs = torch.arange(2 * config.moe_intermediate_size, device=repacked.gate_up_words.device)
+    back = pairs.view(-1, 2, 8).transpose(0, 1).flatten()  # blocks of 8 gate and 8 up rows -> gate rows, then up rows
+    gu_s, gu_z = _split_scales(repacked.gate_up_scales)
+    dn_s, dn_z = _split_scales(repacked.down_scales)
+    return PackedExperts(
+        gu_q=_nibbles(repacked.gate_up_words)[:, back],
+        gu_s=gu_s[:, back],
+        gu_z=gu_z[:, back],
+        dn_q=_nibbles(repacked.down_words),
+        dn_s=dn_s,
+        dn_z=dn_z,
+    )
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """int16 [E, tiles, k blocks, rows, C] -> uint8 [E, tiles * rows, k blocks * 2C]."""
+    quarters = torch.stack([(words >> (4 * j) & 15).to(torch.uint8) for j in range(4)], dim=-2)
+    return pack_nibbles(quarters.transpose(2, 3).flatten(3).flatten(1, 2))
+
+
+def _split_scales(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [E, tiles, groups, rows] -> scale and zero point, fp16 [E, tiles * rows, groups]."""
+    halves = both.transpose(2, 3).flatten(1, 2).contiguous().unsqueeze(-1).view(torch.float16)
+    return halves[..., 0].contiguous(), halves[..., 1].contiguous()
+
+
+def set_ties(model: Any) -> None:
+    """Tell transformers which expert parameters are tied, from those that exist now.
+
+    A pattern that matches nothing is an error there, and one that is missing leaves the encoder's copy uninitialised.
+    """
+    inner = model.model
+    names = list(inner.decoder.layers[0].experts._parameters)
+    ties = {k: v for k, v in type(inner)._tied_weights_keys.items() if not k.endswith("gate_up_proj")}
+    for name in names:
+        ties[rf"encoder.language_model.layers\.\d+\.experts\.{name}$"] = rf"decoder.layers\.\d+\.experts\.{name}$"
+    inner._tied_weights_keys = ties
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,0 +1,120 @@
+"""`accelerate`: a loaded model's experts packed in place, layer by layer, and a tier installed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from redraft.config import TIERS, ModelConfig, QuantSpec, Tier, check_choice
+from redraft.errors import UsageError
+from redraft.hf.experts import W4Experts, check_model, layers, packed_spec, set_ties
+from redraft.hf.generation import install
+from redraft.hf.quantizer import mark
+from redraft.quant.rtn import quantize_experts
+from redraft.weights import nbytes
+
+
+@dataclass(frozen=True)
+class AccelerateReport:
+    """What `accelerate` did. Bytes count the routed experts once, before and after; `kept` says why per part."""
+
+    tier: Tier
+    spec: QuantSpec
+    layers_packed: int  # by this call; 0 when the model's experts were packed already
+    expert_bytes_before: int
+    expert_bytes_after: int
+    replaced: dict[str, str]
+    kept: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"replaced {part}: {how}" for part, how in self.replaced.items()]
+        return "\n".join([f"tier {self.tier}", *lines, *(f"kept {part}: {why}" for part, why in self.kept.items())])
+
+
+def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) -> AccelerateReport:
+    """Pack the routed experts of a loaded `DiffusionGemmaForBlockDiffusion` in place and install a tier.
+
+    Works layer by layer where the experts lie; at no time does more than one layer exist in both forms. spec: group
+    sizes, by default the published ones, or those of a model that is packed already. A second call changes the tier.
+
+    Raises UsageError, before anything is changed, for another class of model, an unknown tier, groups that do not
+    divide the shapes, experts that are offloaded or quantised by something else; CheckpointError for a weight that is
+    not finite: layers before it are packed by then, so load the model again.
+    """
+    check_choice("tier", tier, TIERS)
+    config = check_model(model)
+    found = packed_spec(model)
+    if found is None:
+        spec = spec or QuantSpec()
+        spec.check(config)
+        _check_dense(model)
+        before = _expert_bytes(model)
+        _pack(model, config, spec)
+        mark(model, spec)
+    else:
+        if spec is not None and spec != found:
+            raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
+        spec, before = found, _expert_bytes(model)
+    install(model, tier)
+    return _report(model, tier, spec, config.num_layers if found is None else 0, before)
+
+
+def _check_dense(model: Any) -> None:
+    method = getattr(model, "quantization_method", None)
+    if method is not None:
+        raise UsageError(f"the model is quantised with {getattr(method, 'value', method)!r}; load the BF16 checkpoint")
+    for index, (decoder, encoder) in enumerate(layers(model)):
+        for name in ("gate_up_proj", "down_proj"):
+            own, other = getattr(decoder.experts, name, None), getattr(encoder.experts, name, None)
+            place = f"layer {index}: experts.{name}"
+            if own is None or other is None or not own.is_floating_point() or own.ndim != 3:
+                raise UsageError(f"{place} is not transformers' own weight; accelerate a freshly loaded model")
+            if "meta" in (own.device.type, other.device.type):
+                raise UsageError(f"{place} is offloaded; load the model where it fits, or quantise while loading")
+            if own is not other and not torch.equal(own, other):
+                raise UsageError(f"{place} differs between encoder and decoder, which one packed copy cannot serve")
+
+
+def _pack(model: Any, config: ModelConfig, spec: QuantSpec) -> None:
+    for index, (decoder, encoder) in enumerate(layers(model)):
+        dense = decoder.experts
+        packed = quantize_experts(
+            dense.gate_up_proj.detach(), dense.down_proj.detach(), spec, where=f"layer {index}: experts"
+        )
+        # The last references to the unpacked weights go here, before the next layer is packed.
+        del dense
+        decoder.experts = encoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
+    set_ties(model)
+
+
+def _expert_bytes(model: Any) -> int:
+    total = 0
+    for layer, _ in layers(model):
+        total += sum(p.numel() * p.element_size() for p in layer.experts.parameters())
+        if isinstance(layer.experts, W4Experts):
+            total += nbytes(layer.experts.repacked)
+    return total
+
+
+def _report(model: Any, tier: Tier, spec: QuantSpec, layers: int, before: int) -> AccelerateReport:
+    kernels = model.model.decoder.layers[0].experts.repacked is not None
+    path = "GPU kernels" if kernels else "torch's operations, dequantising one expert at a time"
+    groups = f"groups of {spec.group_gate_up} (gate and up) and {spec.group_down} (down)"
+    replaced = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}"}
+    kept = {
+        "attention, dense MLP, router, embedding": "transformers' own, in the model's dtype",
+        "norms and sampling": "transformers' own; fused ones are part of redraft.load's engine only",
+        "torch.compile": "not used with static caches: experts count their rows, which full graphs forbid",
+    }
+    if tier == "off":
+        kept["entropy"] = "computed twice a pass as in transformers; tiers bitexact and turbo compute it once"
+    else:
+        replaced["entropy"] = "computed once a pass for acceptance and stop test; the same tokens"
+    return AccelerateReport(tier, spec, layers, before, _expert_bytes(model), replaced, kept)

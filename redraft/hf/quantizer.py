@@ -1,0 +1,125 @@
+"""The quantisation method `dg-w4a16-v1` for `from_pretrained` and `save_pretrained`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from redraft.checkpoint import CheckpointFiles, expert_place, open_checkpoint
+from redraft.config import QuantSpec
+from redraft.errors import UsageError
+from redraft.hf.experts import W4Experts, check_model, layers, set_ties
+from redraft.hf.generation import install
+from redraft.names import expert_names, packed_name
+from redraft.quant import dg_w4a16
+from redraft.quant.rtn import quantize_experts
+from redraft.weights import PackedExperts
+
+
+@register_quantization_config(dg_w4a16.FORMAT)
+class W4Config(QuantizationConfigMixin):
+    """`from_pretrained(..., quantization_config=W4Config())`: packs BF16 experts while loading, or reads packed ones.
+
+    Group sizes as in QuantSpec; those of packed files come from the files.
+    """
+
+    def __init__(self, group_gate_up: int = 128, group_down: int = 64, **unused: Any):
+        self.quant_method = dg_w4a16.FORMAT  # type: ignore[assignment]
+        self.group_gate_up, self.group_down = group_gate_up, group_down
+        self.spec()
+
+    def spec(self) -> QuantSpec:
+        """The group sizes. Raises UsageError when they are not even numbers."""
+        return QuantSpec(self.group_gate_up, self.group_down)
+
+
+@register_quantizer(dg_w4a16.FORMAT)
+class W4Quantizer(HfQuantizer):
+    """Loads and saves packed experts.
+
+    What `save_pretrained` wrote is loaded by transformers itself, parameter by parameter. From every other directory
+    transformers loads all but the experts, and Redraft's reader adds those layer by layer, packing them when they are
+    BF16: beside the packed model, one layer of unpacked experts exists at a time.
+    """
+
+    requires_calibration = False
+    is_trainable = False
+    quantization_config: W4Config
+
+    def __init__(self, quantization_config: W4Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self._files: CheckpointFiles | None = None
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        config, spec = check_model(model), self.quantization_config.spec()
+        if not self.pre_quantized:
+            self._files = _open_files(checkpoint_files)
+            spec = self._files.spec or spec
+            # transformers must not complain about the experts, which are read afterwards.
+            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\.(gate_up_proj|down_proj)$"}
+        spec.check(config)
+        self.quantization_config.group_gate_up, self.quantization_config.group_down = dataclasses.astuple(spec)
+        for layer in (layer for pair in layers(model) for layer in pair):
+            layer.experts = W4Experts.empty(config, spec) if self.pre_quantized else W4Experts(config, spec)
+        set_ties(model)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config, spec = check_model(model), self.quantization_config.spec()
+        for index, (decoder, encoder) in enumerate(layers(model)):
+            if self._files is not None:
+                device = decoder.router.proj.weight.device
+                decoder.experts = W4Experts.holding(
+                    _read_experts(self._files, index, spec, device), config, spec, model.dtype
+                )
+            decoder.experts.requires_grad_(False).adopt_kernels(model.dtype)
+            encoder.experts = decoder.experts
+        self._files = None
+        set_ties(model)
+        install(model, "off")
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """The state dict with experts as in the file format; None where the model holds them so already."""
+        if model.model.decoder.layers[0].experts.repacked is None:
+            return None, {}
+        state = model.state_dict()
+        for index, (decoder, _) in enumerate(layers(model)):
+            for name, tensor in vars(decoder.experts.packed()).items():
+                state[packed_name(index, name)] = tensor.cpu()
+        return state, {}
+
+
+def _open_files(checkpoint_files: list[str] | None) -> CheckpointFiles:
+    if not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
+        raise UsageError("packing while loading needs a directory or hub id with safetensors; none were found")
+    return open_checkpoint(Path(checkpoint_files[0]).parent)
+
+
+def _read_experts(files: CheckpointFiles, layer: int, spec: QuantSpec, device: torch.device) -> PackedExperts:
+    if device.type == "meta":
+        raise UsageError(f"layer {layer} is offloaded; packed experts must fit the device their layer runs on")
+    if files.spec is not None:
+        return PackedExperts(*(files.read(packed_name(layer, name)).to(device) for name in dg_w4a16.PACKED_NAMES))
+    gate_up, down = map(files.read, expert_names(layer))
+    return quantize_experts(gate_up, down, spec, where=expert_place(files, layer), device=device)
+
+
+def mark(model: Any, spec: QuantSpec) -> None:
+    """Make `save_pretrained` write a model packed in place as it does one that was loaded packed."""
+    config = W4Config(*dataclasses.astuple(spec))
+    model.hf_quantizer = W4Quantizer(config)
+    model.is_quantized, model.quantization_method = True, config.quant_method
+    model.config.quantization_config = config
