@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli import options
-from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.demo.tasks import Item, Task
     from redraft.engine import Engine
     from redraft.evaluate.run import Record, ResultsFile
+    from redraft.evaluate.tasks import Item, Task
 
 DEFAULT_BATCH_SIZE = 8
 
 
 def command(
     model: options.Model,
-    task: Annotated[str, typer.Option("--task", metavar="demo:NAME", help="A task, or demo:all.")],
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task.")] = 100,
+    task: Annotated[
+        str,
+        typer.Option("--task", metavar="NAME", help="gsm8k, humaneval, math500, everyday, demo:NAME or demo:all."),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are; without it the hub is asked."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task, from the first.")] = 100,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -47,14 +53,14 @@ def command(
     ] = None,
     json_output: options.Json = False,
 ) -> None:
-    """Grade a model on held-out items of a task: accuracy with a 95 % interval, speed, steps per canvas."""
+    """Grade a model on a task: accuracy with a 95 % interval, speed, steps per canvas, time to answer."""
     from redraft.cli.common import describe, load_engine, print_json
-    from redraft.demo.tasks import TASKS
-    from redraft.evaluate.run import check_target, select_tasks
+    from redraft.evaluate.run import check_target
+    from redraft.evaluate.tasks import select_tasks
 
     settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
-    tasks = select_tasks(task, TASKS)
-    items = _items(tasks, limit)
+    tasks = select_tasks(task, data)
+    items = {name: each.items(limit) for name, each in tasks.items()}
     if out is not None:
         check_target(out)
     engine = load_engine(model, weights, tier, device)
@@ -68,13 +74,6 @@ def command(
         print_json(report)
     else:
         print(table({**report["tasks"], **({"all": report["all"]} if "all" in report else {})}))
-
-
-def _items(tasks: dict[str, Task], limit: int) -> dict[str, Sequence[Item]]:
-    try:
-        return {name: task.heldout_items(limit) for name, task in tasks.items()}
-    except ValueError as e:  # a task of fewer items than asked for
-        raise UsageError(str(e)) from None
 
 
 def _results_file(
@@ -112,7 +111,7 @@ def _run(
         bar = progress.add_task("", total=sum(map(len, items.values())), completed=len(records))
         for name, task in tasks.items():
             for record in evaluate(
-                engine, name, task, items[name], seed=seed, batch_size=batch_size, settings=settings, skip=skip
+                engine, task, items[name], seed=seed, batch_size=batch_size, settings=settings, skip=skip
             ):
                 if file:
                     file.append(record)
@@ -132,10 +131,11 @@ def _summaries(records: list[Record], names: list[str]) -> dict[str, Any]:
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """The figures as aligned plain text, one line per task."""
-    rows = [("task", "correct", "accuracy", "95 % interval", "tok/s", "tok/forward", "steps mean/p50/p90", "seconds")]
+    head = ("task", "correct", "accuracy", "95 % interval", "tok/s", "tok/forward", "steps mean/p50/p90")
+    rows = [(*head, "answer s mean/p50/p90", "seconds")]
     for name, s in summaries.items():
         low, high = s["interval"]
-        steps = s["steps_per_canvas"]
+        steps, answer = s["steps_per_canvas"], s["answer_seconds"]
         rows.append(
             (
                 name,
@@ -145,6 +145,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
                 f"{s['tokens_per_second']:.1f}",
                 f"{s['tokens_per_forward']:.2f}",
                 f"{steps['mean']:.1f} / {steps['p50']:g} / {steps['p90']:g}",
+                f"{answer['mean']:.2f} / {answer['p50']:.2f} / {answer['p90']:.2f}",
                 f"{s['seconds']:.1f}",
             )
         )

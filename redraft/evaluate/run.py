@@ -20,13 +20,17 @@ from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.statistics import percentile, wilson_interval
 
 if TYPE_CHECKING:
-    from redraft.demo.tasks import Item, Task
     from redraft.engine import Engine
+    from redraft.evaluate.tasks import Item, Task
 
 
 @dataclass(frozen=True)
 class Record:
-    """One graded answer. `seconds` is the item's share of its batch's wall time, so that a sum is the time spent."""
+    """One graded answer.
+
+    `seconds` is the item's share of its batch's wall time, so that a sum is the time spent; `answer_seconds` is what
+    the answer took from request to end, in a batch as long as the batch.
+    """
 
     id: str
     task: str
@@ -40,6 +44,7 @@ class Record:
     steps_per_canvas: list[int]
     finish_reason: str
     seconds: float
+    answer_seconds: float
     seed: int
 
 
@@ -49,17 +54,8 @@ def item_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def select_tasks(spec: str, known: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks that `demo:<name>` or `demo:all` names. Raises UsageError listing the names there are."""
-    suite, _, name = spec.partition(":")
-    if suite != "demo" or name not in (*known, "all"):
-        raise UsageError(f"task is {spec!r}, expected one of {', '.join(f'demo:{n}' for n in (*known, 'all'))}")
-    return dict(known) if name == "all" else {name: known[name]}
-
-
 def evaluate(
     engine: Engine,
-    name: str,
     task: Task,
     items: Sequence[Item],
     *,
@@ -69,33 +65,30 @@ def evaluate(
     skip: Container[str] = (),
 ) -> Iterator[Record]:
     """Answer and grade `items` in order, a batch at a time; yields one record each, leaving out ids in `skip`."""
-    open_items = [(i, item) for i, item in enumerate(items) if _item_id(name, i) not in skip]
+    open_items = [(i, item) for i, item in enumerate(items) if item.id not in skip]
     for start in range(0, len(open_items), batch_size):
         batch = open_items[start : start + batch_size]
         seeds = [item_seed(seed, i) for i, _ in batch]
         began = time.perf_counter()
         results = engine.generate_batch([item.prompt for _, item in batch], seed=seeds, **(settings or {}))
         share = (time.perf_counter() - began) / len(batch)
-        for (i, item), result in zip(batch, results, strict=True):
+        for (_, item), result in zip(batch, results, strict=True):
             yield Record(
-                id=_item_id(name, i),
-                task=name,
+                id=item.id,
+                task=task.name,
                 prompt=item.prompt,
                 answer=result.text,
-                expected=item.answer,
-                correct=task.grade(item, result.text),
+                expected=item.expected,
+                correct=task.grade(item, result.text, ended=result.finish_reason == "stop"),
                 tokens=len(result.token_ids),
                 forwards=result.forwards,
                 tokens_per_forward=result.tokens_per_forward,
                 steps_per_canvas=list(result.steps_per_canvas),
                 finish_reason=result.finish_reason,
                 seconds=share,
+                answer_seconds=result.seconds,
                 seed=result.seed,
             )
-
-
-def _item_id(task: str, index: int) -> str:
-    return f"{task}/{index}"
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
@@ -116,6 +109,11 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
             "mean": sum(steps) / len(steps),
             "p50": percentile(steps, 50),
             "p90": percentile(steps, 90),
+        },
+        "answer_seconds": {
+            "mean": sum(r.answer_seconds for r in records) / len(records),
+            "p50": percentile([r.answer_seconds for r in records], 50),
+            "p90": percentile([r.answer_seconds for r in records], 90),
         },
         "cut_off": sum(r.finish_reason == "length" for r in records),
         "seconds": seconds,

@@ -1,9 +1,9 @@
 """Run untrusted Python functions in short-lived, locked-down subprocesses.
 
 The process that runs untrusted code never decides whether it is right: it receives arguments and sends back returned
-values as literals. `run_function` compares them here. `run_check` runs a benchmark's own test in a second process, which
-calls the function through a proxy and gives the verdict. So printing "passed", leaving early, overriding `__eq__` or
-patching asserts, builtins and the harness gains nothing; expected values are never where the code could read them.
+values as literals. `run_function` compares them here. `run_check` runs a benchmark's own test in a second process,
+which calls the function through a proxy and gives the verdict. So printing "passed", leaving early, overriding `__eq__`
+or patching asserts, builtins and the harness gains nothing; expected values are never where the code could read them.
 
 Each child is `python -I -S` in an empty directory with an empty environment, limits on CPU time, memory, file size and
 processes, no new file descriptors (so neither files nor sockets), and an audit hook that refuses every audited action

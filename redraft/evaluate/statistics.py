@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 
@@ -24,7 +25,7 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     return (0.0 if correct == 0 else (centre - half) / scale), (1.0 if correct == total else (centre + half) / scale)
 
 
-def percentile(values: list[int], q: float) -> float:
+def percentile(values: Sequence[float], q: float) -> float:
     """The q-th percentile (0 to 100), linear between neighbours; NaN-free: no values is an error."""
     if not values:
         raise ValueError("percentile of no values")

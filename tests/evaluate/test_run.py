@@ -10,7 +10,6 @@ from cli.fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.demo.tasks import Item, Task
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.run import (
     Record,
@@ -19,43 +18,52 @@ from redraft.evaluate.run import (
     item_seed,
     part_path,
     run_id,
-    select_tasks,
     summarise,
 )
 from redraft.evaluate.statistics import percentile, wilson_interval
+from redraft.evaluate.tasks import Item
 
 
-class Echo(Task):
-    """Right when the engine repeats an even number."""
+class Echo:
+    """Right when the engine repeats an even number and ends."""
 
     name = "echo"
     description = "repeat"
 
-    def grade(self, item: Item, answer: str) -> bool:
-        return answer == item.answer and int(item.prompt) % 2 == 0
+    def items(self, limit: int) -> list[Item]:
+        return [Item(f"echo/{n}", str(n), f"You said: {n}") for n in range(limit)]
+
+    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
+        return ended and answer == item.expected and int(item.prompt) % 2 == 0
 
 
-ITEMS = [Item(str(n), f"You said: {n}", (n,)) for n in range(5)]
+ITEMS = Echo().items(5)
 
 
 def record(**changes: object) -> Record:
     base = {
         "id": "t/0", "task": "t", "prompt": "p", "answer": "a", "expected": "a", "correct": True, "tokens": 10,
         "forwards": 4, "tokens_per_forward": 2.5, "steps_per_canvas": [4], "finish_reason": "stop", "seconds": 2.0,
-        "seed": 1,
+        "answer_seconds": 3.0, "seed": 1,
     }  # fmt: skip
     return Record(**{**base, **changes})  # type: ignore[arg-type]
 
 
 def test_records_carry_the_answer_its_grade_and_its_seed() -> None:
     engine = FakeEngine()
-    records = list(evaluate(engine, "echo", Echo(), ITEMS, seed=9, batch_size=2))  # type: ignore[arg-type]
+    records = list(evaluate(engine, Echo(), ITEMS, seed=9, batch_size=2))  # type: ignore[arg-type]
     assert engine.batches == [2, 2, 1]
     assert [r.correct for r in records] == [True, False, True, False, True]
     first = records[0]
     assert (first.id, first.prompt, first.answer, first.expected) == ("echo/0", "0", "You said: 0", "You said: 0")
     assert (first.tokens, first.forwards, first.steps_per_canvas, first.finish_reason) == (12, 2, [2], "stop")
     assert [r.seed for r in records] == [item_seed(9, i) for i in range(5)]
+    assert all(r.answer_seconds >= 0.5 for r in records)  # the fake engine's own clock
+
+
+def test_a_cut_answer_reaches_the_grader_as_cut() -> None:
+    records = list(evaluate(FakeEngine(), Echo(), ITEMS[:1], settings={"max_new_tokens": 11}))  # type: ignore[arg-type]
+    assert [(r.answer, r.finish_reason, r.correct) for r in records] == [("You said: 0", "length", False)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
@@ -63,10 +71,10 @@ def test_results_do_not_depend_on_batch_size_or_on_what_is_done(batch_size: int)
     def essence(records: list[Record]) -> list[tuple[str, str, int]]:
         return [(r.id, r.answer, r.seed) for r in records]
 
-    whole = essence(list(evaluate(FakeEngine(), "echo", Echo(), ITEMS, batch_size=5)))  # type: ignore[arg-type]
-    assert essence(list(evaluate(FakeEngine(), "echo", Echo(), ITEMS, batch_size=batch_size))) == whole  # type: ignore[arg-type]
+    whole = essence(list(evaluate(FakeEngine(), Echo(), ITEMS, batch_size=5)))  # type: ignore[arg-type]
+    assert essence(list(evaluate(FakeEngine(), Echo(), ITEMS, batch_size=batch_size))) == whole  # type: ignore[arg-type]
     rest = list(
-        evaluate(FakeEngine(), "echo", Echo(), ITEMS, batch_size=batch_size, skip={"echo/0", "echo/3"})  # type: ignore[arg-type]
+        evaluate(FakeEngine(), Echo(), ITEMS, batch_size=batch_size, skip={"echo/0", "echo/3"})  # type: ignore[arg-type]
     )
     assert essence(rest) == [whole[1], whole[2], whole[4]]
 
@@ -89,6 +97,7 @@ def test_summary_values() -> None:
                 tokens_per_forward=2.0,
                 steps_per_canvas=[4, 8],
                 seconds=3.0,
+                answer_seconds=5.0,
                 finish_reason="length",
             ),
         ]
@@ -97,6 +106,7 @@ def test_summary_values() -> None:
     assert summary["tokens_per_second"] == 8.0
     assert summary["tokens_per_forward"] == (10 + 24) / 16
     assert summary["steps_per_canvas"] == {"mean": pytest.approx(16 / 3), "p50": 4.0, "p90": pytest.approx(7.2)}
+    assert summary["answer_seconds"] == {"mean": 4.0, "p50": 4.0, "p90": pytest.approx(4.8)}
     assert summary["cut_off"] == 1
     assert summary["seconds"] == 5.0
 
@@ -135,15 +145,6 @@ def test_percentiles() -> None:
     assert percentile([7], 90) == 7
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
-
-
-def test_select_tasks() -> None:
-    known = {"echo": Echo(), "other": Echo()}
-    assert list(select_tasks("demo:other", known)) == ["other"]
-    assert list(select_tasks("demo:all", known)) == ["echo", "other"]
-    for bad in ("demo:none", "echo", "gsm8k:echo", "demo:"):
-        with pytest.raises(UsageError, match="expected one of demo:echo, demo:other, demo:all"):
-            select_tasks(bad, known)
 
 
 def test_run_id_depends_on_every_value_and_not_on_their_order() -> None:

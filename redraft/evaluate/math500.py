@@ -1,0 +1,127 @@
+"""MATH-500 (Hendrycks et al., arXiv 2103.03874; the 500 problems of Lightman et al., arXiv 2305.20050), zero-shot.
+
+Answers are compared by math-verify: equal values count, however they are written. It runs in a process of its own,
+which is killed when an answer such as 9^{9^{9^9}} keeps it busy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.gsm8k import last_boxed
+from redraft.evaluate.source import Source
+from redraft.evaluate.tasks import Item
+
+SOURCE = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
+INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
+START_SECONDS = 120.0  # imports sympy
+ANSWER_SECONDS = 20.0
+
+# A line [reference, answer] comes in; true or false goes out. Memory: 2 GiB.
+_WORKER = r"""
+import json, resource, sys
+from math_verify import parse, verify
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+print("ready", flush=True)
+for line in sys.stdin:
+    reference, answer = json.loads(line)
+    try:
+        right = bool(verify(parse("\\boxed{" + reference + "}"), parse(answer)))
+    except Exception:
+        right = False
+    print(json.dumps(right), flush=True)
+"""
+
+
+class Math500:
+    """Right when math-verify finds the boxed answer equal to the reference."""
+
+    name = "math500"
+    description = "competition mathematics; the final expression is compared by value"
+
+    def __init__(self, data: Path | None = None) -> None:
+        self.data = data
+        self._verifier: Verifier | None = None
+
+    def items(self, limit: int) -> list[Item]:
+        if importlib.util.find_spec("math_verify") is None:
+            raise UsageError("task math500 needs the library math-verify; run pip install 'redraft[eval]'")
+        rows = SOURCE.rows(self.data, limit)
+        return [
+            Item(f"{self.name}/{i}", f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
+            for i, row in enumerate(rows)
+        ]
+
+    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
+        if self._verifier is None:
+            self._verifier = Verifier()
+        return self._verifier.equal(item.expected, answer)
+
+
+class Verifier:
+    """math-verify in a process that is started when needed and again after an answer that it did not survive."""
+
+    def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def equal(self, reference: str, answer: str) -> bool:
+        """Whether the result that `answer` states equals `reference`. The last box decides where there is one.
+
+        Raises RedraftError when math-verify does not start.
+        """
+        box = last_boxed(answer)
+        stated = answer if box is None else f"\\boxed{{{box}}}"
+        with self._lock:
+            process = self._process or self._start()
+            reply = self._ask(process, json.dumps([reference, stated]))
+            self._process = process if reply else None
+        return reply == "true"
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", "-c", _WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            text=True,
+        )
+        weakref.finalize(self, _stop, process)
+        if _read_line(process, START_SECONDS) != "ready":
+            _stop(process)
+            raise RedraftError("math-verify does not start; check it with python -c 'import math_verify'")
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], line: str) -> str:
+        """The reply, or "" after stopping a process that gave none in time."""
+        assert process.stdin is not None, "it is a pipe"
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            reply = _read_line(process, self.seconds)
+        except BrokenPipeError:
+            reply = ""
+        if not reply:
+            _stop(process)
+        return reply
+
+
+def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
+    assert process.stdout is not None, "it is a pipe"
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    return process.stdout.readline().strip() if ready else ""
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()

@@ -1,0 +1,72 @@
+"""Rows of a public benchmark: from a file in a directory, or by name from the hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from redraft.errors import RedraftError, UsageError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a benchmark is: `file` (JSON lines, .gz or not) in a directory, or a data set and its configuration."""
+
+    file: str
+    hub: str
+    config: str | None
+    fields: tuple[str, ...]  # text that every row has
+
+    def rows(self, directory: Path | None, limit: int) -> list[dict[str, str]]:
+        """The first `limit` rows. Raises UsageError or RedraftError: which file and line, or what to install."""
+        where, rows = self._from_file(directory) if directory else self._from_hub()
+        return [self._check(row, where, i) for i, row in enumerate(islice(rows, limit), 1)]
+
+    def _from_file(self, directory: Path) -> tuple[str, Iterable[Any]]:
+        path = directory / self.file
+        if not path.is_file():
+            raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
+        return str(path), _read_lines(path)
+
+    def _from_hub(self) -> tuple[str, Iterable[Any]]:
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(
+                f"{self.hub} is read through the library datasets, which is not installed; run pip install datasets, "
+                f"or give --data DIR with {self.file} in it"
+            ) from None
+        try:
+            return self.hub, datasets.load_dataset(self.hub, self.config, split="test")
+        except Exception as e:
+            raise RedraftError(
+                f"{self.hub} could not be loaded from the hub ({type(e).__name__}: {e}); give --data DIR with "
+                f"{self.file} in it"
+            ) from None
+
+    def _check(self, row: Any, where: str, number: int) -> dict[str, str]:
+        missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
+        if missing:
+            raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
+        return dict(row)
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise RedraftError(f"{path} is damaged ({e}); fetch it again") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise RedraftError(f"{path}: line {number} is not JSON ({e})") from None

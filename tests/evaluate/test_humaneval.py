@@ -1,0 +1,116 @@
+"""HumanEval: the program in an answer, and a grade that only working code gets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from redraft.evaluate.humaneval import HumanEval, assemble
+from redraft.evaluate.tasks import Item
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits as on Linux")
+
+PROMPT = '''from typing import List
+
+
+def halve(n: float) -> float:
+    return n / 2
+
+
+def total(values: List[int]) -> float:
+    """ Half of the sum.
+    >>> total([1, 3])
+    2.0
+    """
+'''
+BODY = "    result = sum(values)\n\n    return halve(result)\n"
+ROW = {
+    "task_id": "HumanEval/0",
+    "prompt": PROMPT,
+    "entry_point": "total",
+    "canonical_solution": BODY,
+    "test": (
+        "METADATA = {}\n\ndef check(candidate):\n    assert candidate([1, 3]) == 2.0\n"
+        "    assert candidate([]) == 0, 'empty'\n    assert candidate([3]) == halve(3)\n"
+    ),
+}
+WHOLE = PROMPT + BODY
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> HumanEval:
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode() + b"\n"))
+    return HumanEval(tmp_path)
+
+
+@pytest.fixture
+def item(task: HumanEval) -> Item:
+    return task.items(10)[0]
+
+
+def test_item(item: Item) -> None:
+    assert (item.id, item.expected) == ("humaneval/0", BODY)
+    assert item.prompt.startswith("Complete this Python function.")
+    assert item.prompt.endswith(f"```python\n{PROMPT.rstrip()}\n```")
+
+
+# Answers as models write them: each a program whose `total` is right.
+RIGHT = {
+    "completion": BODY,
+    "completion without indentation": "result = sum(values)\nreturn halve(result)",
+    "fenced function": f"Here it is:\n\n```python\n{WHOLE}```\n\nIt sums the values, then halves.",
+    "function without imports and helpers": "```python\ndef total(values: List[int]):\n    return halve(sum(values))\n```",
+    "fence without language": f"```\n{WHOLE}```",
+    "fence in a list": "1. Code:\n   ```python\n   def total(values):\n       return sum(values) / 2\n   ```\n2. Done",
+    "cut before the closing fence": f"```python\n{WHOLE}",
+    "fenced completion": f"The body is\n```python\n{BODY}```",
+    "function without a fence": "Sure!\n\ndef total(values):\n    return sum(values) / 2\n\nThis isn't hard, is it?",
+    "completion, then prose": f"{BODY}\nThis isn't hard, is it?",
+    "usage after the function": f"```python\n{WHOLE}```\nUse it:\n```python\nprint(total([1, 3]))\n```",
+    "corrected later": "```python\ndef total(values):\n    return 0\n```\nWrong. Better:\n```python\ndef total(values):"
+    "\n    return sum(values) / 2\n```",
+    "own helper": "```python\ndef add(v):\n    return sum(v)\n\ndef total(values):\n    return add(values) / 2\n```",
+    "library": "```python\nimport functools, operator\nfrom collections import Counter\n\ndef total(values):\n"
+    "    return functools.reduce(operator.add, Counter(values).elements(), 0) / 2\n```",
+    "main guard": f"```python\n{WHOLE}\nif __name__ == '__main__':\n    raise SystemExit(1)\n```",
+    "dataclass": "```python\nfrom dataclasses import dataclass\n\n@dataclass\nclass Sum:\n    value: float\n\n"
+    "def total(values):\n    return Sum(sum(values) / 2).value\n```",
+    "subclass of float": "```python\nclass F(float): pass\ndef total(values):\n    return F(sum(values) / 2)\n```",
+}
+
+
+@pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
+def test_right_answers_pass(task: HumanEval, item: Item, answer: str) -> None:
+    assert task.grade(item, answer)
+
+
+WRONG = {
+    "nothing": "",
+    "prose": "I am not able to do that.",
+    "wrong body": "    return sum(values)\n",
+    "no return": "    sum(values) / 2\n",
+    "wrong at one case": "    return sum(values) / 2 if values else None\n",
+    "another name": "```python\ndef totals(values):\n    return sum(values) / 2\n```",
+    "syntax error": "```python\ndef total(values)\n    return sum(values) / 2\n```",
+    "raises": "    raise NotImplementedError\n",
+    "a later wrong definition": f"```python\n{WHOLE}\ndef total(values):\n    return 0\n```",
+    "only the prompt": f"```python\n{PROMPT}```",
+    "text": "    return str(sum(values) / 2)\n",
+}
+
+
+@pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
+def test_wrong_answers_fail(task: HumanEval, item: Item, answer: str) -> None:
+    assert not task.grade(item, answer)
+
+
+def test_prompt_stays_in_front() -> None:
+    assert (
+        assemble(PROMPT, "total", "```python\ndef total(v):\n    pass\n```") == f"{PROMPT}\ndef total(v):\n    pass\n"
+    )
+    assert assemble(PROMPT, "total", BODY) == WHOLE
+    assert assemble(PROMPT.rstrip("\n"), "total", BODY) == WHOLE
