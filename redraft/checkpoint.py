@@ -1,4 +1,4 @@
-"""Find, check and read checkpoints: transformers' BF16 directories and packed `dg-w4a16-v1` directories.
+"""Find, check and read checkpoints: BF16 directories, and packed ones in `dg-w4a16-v1` or compressed-tensors.
 
 Everything that can be known from names and headers is checked before a byte of weights is read. Weights are then read
 layer by layer into memory of their own. Pickled files are never opened.
@@ -34,19 +34,20 @@ from redraft.names import (
     layer_tensors,
     packed_layer,
     packed_name,
+    part_of,
     shared_tensors,
 )
-from redraft.quant import dg_w4a16
+from redraft.quant import compressed_tensors, dg_w4a16
 from redraft.quant.rtn import quantize_experts
 from redraft.random_model import is_random, random_checkpoint
 from redraft.tensorfile import TensorInfo, file_sha256, holds_bytes_of, read_header, read_tensor, tensor_sha256
-from redraft.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
+from redraft.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights, iter_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
-StoredFormat = Literal["bf16", "dg-w4a16-v1"]
+StoredFormat = Literal["bf16", "dg-w4a16-v1", "compressed-tensors"]
 
 DEMO = Path(__file__).parent / "demo" / "checkpoint"
 INDEX = "model.safetensors.index.json"
@@ -129,21 +130,26 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     """Read configuration and headers of a local directory and check them against each other.
 
     `verify` also compares every tensor with the sha256 in manifest.json, which only directories written by
-    `redraft quantize` have. Raises CheckpointError naming the file and the tensor.
+    Redraft have. Raises CheckpointError naming the file and the tensor.
     """
     raw = read_json(path / "config.json")
     config = ModelConfig.from_dict(raw, str(path / "config.json"))
     packed = (path / dg_w4a16.META).exists() or any(path.glob(dg_w4a16.EXPERT_FILES))
     meta = dg_w4a16.read_meta(path) if packed else {}
-    _refuse_other_quantisation(path, raw)
+    scheme = _read_scheme(path, raw, config)
     infos = [info for file in _weight_files(path, packed) for info in read_header(file)]
     text, extras = _sort_tensors(infos)
     spec = _spec_of(path, meta, config, text) if packed else None
-    _check_tensors(path, config, text, spec)
+    expected = expected_tensors(config, spec)
+    if scheme is not None:
+        spec = scheme.spec
+        plain = {name: entry for name, entry in expected.items() if part_of(name) != "experts"}
+        expected = plain | compressed_tensors.expected_experts(config, scheme)
+    _check_tensors(path, expected, text)
     settings, notes = _settings(path)
     files = CheckpointFiles(
         path=path,
-        format="dg-w4a16-v1" if packed else "bf16",
+        format="compressed-tensors" if scheme else "dg-w4a16-v1" if packed else "bf16",
         config=config,
         settings=settings,
         spec=spec,
@@ -155,14 +161,24 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     return files
 
 
-def _refuse_other_quantisation(path: Path, raw: dict[str, Any]) -> None:
-    other = raw.get("quantization_config")
-    if other:
-        method = other.get("quant_method") if isinstance(other, dict) else other
+def _read_scheme(path: Path, raw: dict[str, Any], config: ModelConfig) -> compressed_tensors.Scheme | None:
+    """How a compressed-tensors checkpoint is packed; None for others. Other quantisations are refused."""
+    found = raw.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    where = str(path / "config.json")
+    if method != compressed_tensors.FORMAT:
         raise CheckpointError(
-            f"{path / 'config.json'}: quantised with {method!r}, which Redraft does not read; "
-            f"start from the BF16 checkpoint or one in {dg_w4a16.FORMAT}"
+            f"{where}: quantised with {method!r}, which Redraft does not read; start from the BF16 checkpoint or one "
+            f"in {dg_w4a16.FORMAT} or {compressed_tensors.FORMAT}"
         )
+    scheme = compressed_tensors.read_scheme(where, found)
+    try:
+        compressed_tensors.check_fit(config, scheme, where)
+    except UsageError as e:
+        raise CheckpointError(str(e)) from None
+    return scheme
 
 
 def _weight_files(path: Path, packed: bool) -> list[Path]:
@@ -232,8 +248,9 @@ def _spec_of(path: Path, meta: dict[str, Any], config: ModelConfig, text: dict[s
     return dg_w4a16.infer_spec(path, meta, config, *shapes)
 
 
-def _check_tensors(path: Path, config: ModelConfig, text: dict[str, list[TensorInfo]], spec: QuantSpec | None) -> None:
-    expected = expected_tensors(config, spec)
+def _check_tensors(
+    path: Path, expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]], text: dict[str, list[TensorInfo]]
+) -> None:
     missing = [name for name in expected if name not in text]
     if missing:
         layer = packed_layer(missing[0])
@@ -274,7 +291,7 @@ def _notes(extras: dict[str, TensorInfo]) -> list[str]:
 def _check_manifest(files: CheckpointFiles, infos: list[TensorInfo], verify: bool) -> None:
     """Compare with manifest.json, if there is one: sizes, dtypes and shapes always, hashes when `verify` is set."""
     manifest_file = files.path / dg_w4a16.MANIFEST
-    if files.format == "bf16" or not manifest_file.exists():
+    if not manifest_file.exists() or (files.format == "bf16" and not verify):
         if verify:
             raise CheckpointError(f"{manifest_file}: file is missing, so there are no hashes to verify against")
         return
@@ -420,6 +437,10 @@ def _read_layer(
 def _read_experts(
     files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
 ) -> DenseExperts | PackedExperts:
+    if files.format == "compressed-tensors":
+        symmetric = compressed_tensors.tensor_name(index, 0, "gate_proj", "zero_point") not in files.text
+        packed = compressed_tensors.read_experts(files.read, files.config, index, symmetric, str(files.path))
+        return PackedExperts(*(tensor.to(device) for _, tensor in iter_tensors(packed)))
     if files.spec is not None:
         return PackedExperts(*(files.read(packed_name(index, name)).to(device) for name in dg_w4a16.PACKED_NAMES))
     names = expert_names(index)

@@ -409,7 +409,7 @@ def test_directories_that_are_no_checkpoint(broken: Path, tmp_path: Path):
     ("changes", "message"),
     [
         ({"model_type": "gemma4"}, "model_type is 'gemma4'"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised with 'compressed-tensors'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
         ({"text_config": None}, "text_config is missing"),
     ],
 )

@@ -24,7 +24,19 @@ from redraft.errors import RedraftError
 # OpenMP threads that spin while they wait make a 0.3 s answer take 17 s once another program shares two cores.
 LIBRARY_SETTINGS = {"OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
 
-COMMANDS = ("demo", "generate", "chat", "quantize", "inspect", "eval", "probe", "bench", "profile", "tune")
+COMMANDS = (
+    "demo",
+    "generate",
+    "chat",
+    "quantize",
+    "export",
+    "inspect",
+    "eval",
+    "probe",
+    "bench",
+    "profile",
+    "tune",
+)
 
 # typer keeps the base class of its usage errors private (and moved it between releases); BadParameter is public.
 _TyperUsageError: Any = typer.BadParameter.__mro__[1]
@@ -48,7 +60,7 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"redraft.cli.{cmd_name}")
+        module = importlib.import_module(f"redraft.cli.{cmd_name.replace('-', '_')}")
         if not hasattr(module, "command"):
             return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False)
