@@ -5,9 +5,10 @@ values as literals. `run_function` compares them here. `run_check` runs a benchm
 which calls the function through a proxy and gives the verdict. So printing "passed", leaving early, overriding `__eq__`
 or patching asserts, builtins and the harness gains nothing; expected values are never where the code could read them.
 
-Each child is `python -I -S` in an empty directory with an empty environment, limits on CPU time, memory, file size and
-processes, no new file descriptors (so neither files nor sockets), and an audit hook that refuses every audited action
-(opening and deleting files, sockets, processes, signals, ctypes, imports, threads) once the code runs. This stops
+Each child is `python -I -S` in an empty directory with an empty environment. The kernel limits its CPU time, memory,
+file size and processes, gives it no new file descriptors (so neither files nor sockets) and, where it has Landlock,
+lets it change nothing in any file system, connect nowhere and signal nobody. Inside Python an audit hook refuses every
+audited action (opening and deleting files, sockets, processes, signals, ctypes, imports) once the code runs. This stops
 accidents and ordinary hostile code; it is no substitute for a container where an attacker is expected.
 """
 
@@ -35,6 +36,28 @@ LIBRARY_MODULES = (
     "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "hashlib", "heapq", "json", "numbers",
     "operator", "queue", "random", "statistics", "textwrap", "time", "types", "typing", "unicodedata",
 )  # fmt: skip
+
+# Starts the program in its first argument under Landlock (landlock(7)), where the kernel has that.
+# Reading stays allowed, since the interpreter has yet to start; the limit on descriptors takes it away later.
+_LAUNCHER = r"""
+import ctypes, os, struct, sys
+
+CREATE, RESTRICT, VERSION, NO_NEW_PRIVILEGES = 444, 446, 1, 38
+WRITE = 1 << 1 | sum(1 << bit for bit in range(4, 13))  # write, remove and make entries of any kind
+if sys.platform == "linux":
+    libc = ctypes.CDLL(None)
+    abi = libc.syscall(CREATE, None, ctypes.c_size_t(0), VERSION)
+    if abi >= 1:
+        files = WRITE | (1 << 13 if abi >= 2 else 0) | (1 << 14 if abi >= 3 else 0)  # rename across, truncate
+        fields = [files, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]  # TCP; sockets and signals
+        rules = struct.pack(f"{len(fields)}Q", *fields)
+        ruleset = libc.syscall(CREATE, rules, ctypes.c_size_t(len(rules)), 0)
+        libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        if ruleset < 0 or libc.syscall(RESTRICT, ruleset, 0):
+            sys.exit("Landlock is there but cannot be used")
+        os.close(ruleset)
+os.execve(sys.executable, [sys.executable, "-I", "-S", "-B", "-c", sys.argv[1]], {})
+"""
 
 _COMMON = r"""
 import ast, builtins, importlib, json, os, resource, sys
@@ -80,10 +103,8 @@ def refuse(event, args, allowed=ALLOWED, permission=PermissionError, missing=Imp
 def lock_down():
     for name in request["modules"]:
         importlib.import_module(name)
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(devnull, fd)
-    os.close(devnull)
+    for fd in (0, 1):
+        os.dup2(2, fd)  # /dev/null
     keep = {*request["modules"], "_strptime"}
     for name in list(sys.modules):
         if name not in keep:
@@ -252,7 +273,7 @@ def _child(
     with (
         tempfile.TemporaryDirectory() as cwd,
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", program],
+            [sys.executable, "-I", "-S", "-B", "-c", _LAUNCHER, program],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.DEVNULL,

@@ -63,7 +63,7 @@ RIGHT = {
     "completion": BODY,
     "completion without indentation": "result = sum(values)\nreturn halve(result)",
     "fenced function": f"Here it is:\n\n```python\n{WHOLE}```\n\nIt sums the values, then halves.",
-    "function without imports and helpers": "```python\ndef total(values: List[int]):\n    return halve(sum(values))\n```",
+    "function that uses the prompt": "```python\ndef total(values: List[int]):\n    return halve(sum(values))\n```",
     "fence without language": f"```\n{WHOLE}```",
     "fence in a list": "1. Code:\n   ```python\n   def total(values):\n       return sum(values) / 2\n   ```\n2. Done",
     "cut before the closing fence": f"```python\n{WHOLE}",
@@ -114,3 +114,23 @@ def test_prompt_stays_in_front() -> None:
     )
     assert assemble(PROMPT, "total", BODY) == WHOLE
     assert assemble(PROMPT.rstrip("\n"), "total", BODY) == WHOLE
+
+
+HOSTILE = {
+    "exits": "import sys\nsys.exit(0)\ndef total(values): pass",
+    "exits when called": "def total(values):\n    raise SystemExit(0)",
+    "prints a pass": "print('passed')\ndef total(values):\n    print('{\"problem\": \"\"}')",
+    "replaces check": "def check(candidate): pass\ndef total(values): pass",
+    "replaces the error": "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\n"
+    "builtins.compile = lambda *a, **k: None\ndef total(values): pass",
+    "equals everything": "class Any:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
+    "def total(values):\n    return Any()",
+    "number that equals everything": "class Any(int):\n    def __eq__(self, other): return True\n"
+    "    def __repr__(self): return '2.0'\ndef total(values):\n    return Any(7)",
+    "replaces a helper of the test": "def halve(n): return 7\ndef total(values):\n    return 7",
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_answers_fail(task: HumanEval, item: Item, code: str) -> None:
+    assert not task.grade(item, f"```python\n{code}\n```")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from redraft.evaluate.sandbox import SandboxLimits, run_function
+from redraft.evaluate.sandbox import SandboxLimits, SandboxResult, run_check, run_function
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits as on Linux")
 
@@ -114,3 +116,185 @@ def test_faked_passes_do_not_count(source: str) -> None:
 def test_huge_output_is_bounded() -> None:
     result = run_function("def f(x):\n    return 'a' * 50_000_000", "f", DOUBLE)
     assert not result.passed
+
+
+# ------------------------------------------------------------------------------------- a test in a process of its own
+TEST = "def check(candidate):\n    assert candidate(1) == 2, 'one'\n    assert candidate(21) == 42\n"
+HALF_RIGHT = "def f(x):\n    return 2\n"
+# The dictionary of `os`, without an import.
+OS = "os = [c for c in object.__subclasses__() if c.__name__ == '_wrap_close'][0].__init__.__globals__\n"
+WRITE = """
+for fd in range(64):
+    try:
+        os['write'](fd, b'{text}\\n' * 3)
+    except OSError:
+        pass
+"""
+
+
+def attack(body: str, limits: SandboxLimits | None = None) -> SandboxResult:
+    """The verdict on a right function that first runs `body`, one line with `os` at hand."""
+    return run_check(f"{OS}def f(x):\n    {body}\n    return x * 2", "f", TEST, limits=limits)
+
+
+def test_a_right_function_passes_its_test() -> None:
+    assert run_check("def f(x):\n    return x * 2", "f", TEST) == SandboxResult(True, "passed", pytest.approx(1, abs=4))
+    assert attack("pass").passed
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (HALF_RIGHT, "AssertionError"),
+        ("def f(x):\n    return x", "AssertionError: one"),
+        ("def f(x) return x", "SyntaxError"),
+        ("def g(x):\n    return x * 2", "KeyError: 'f'"),
+        ("def f(x):\n    raise ValueError('no')", "ValueError: no"),
+        ("def f(x):\n    return object()", "no plain value: object"),
+        ("def f(x):\n    yield x * 2", "no plain value: generator"),
+        ("def f(x):\n    return [x] * 10**6", "the value is too long"),
+        ("def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y", "RecursionError"),
+        ("def f(x):\n    return f(x)", "RecursionError"),
+        ("import numpy\ndef f(x):\n    return x * 2", "ImportError: numpy is not available here"),
+    ],
+)
+def test_wrong_functions_fail_with_a_reason(source: str, reason: str) -> None:
+    result = run_check(source, "f", TEST)
+    assert not result.passed
+    assert reason in result.reason
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["None", "True", "-7", "2.5", "float('inf')", "'a\\n\\'b'", "b'x'", "1j", "()", "(1,)", "[[1], (2, 3)]",
+     "{'a': {1, 2}}", "set()", "frozenset({3})", "10**50"],
+)  # fmt: skip
+def test_values_cross_unchanged_both_ways(expression: str) -> None:
+    test = f"def check(f):\n    assert f({expression}) == {expression}\n    assert f(x={expression}) == {expression}\n"
+    assert run_check("def f(x):\n    return x", "f", test).reason == "passed"
+
+
+def test_subclasses_count_as_what_they_extend() -> None:
+    source = "from collections import *\nP = namedtuple('P', 'a b')\ndef f():\n    return Counter('aab'), P(1, 2)"
+    assert run_check(source, "f", "def check(f):\n    assert f() == ({'a': 2, 'b': 1}, (1, 2))").reason == "passed"
+
+
+def test_the_context_is_the_tests_own() -> None:
+    test = "def check(f):\n    assert f(3) == double(3)\n    assert g(3) == 6\n"
+    context = "def double(x): return 2 * x\ndef g(x): raise NotImplementedError\n"
+    assert run_check("def g(x):\n    return 2 * x", "g", test.replace("f(3)", "g(3)"), context).passed
+    cheat = "def double(x): return 7\ndef g(x): return 7\n"
+    assert not run_check(cheat, "g", test.replace("f(3)", "g(3)"), context).passed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f'print(\'{{"problem": ""}}\')\n{HALF_RIGHT}',
+        f"import sys\nsys.exit(0)\n{HALF_RIGHT}",
+        f"{OS}os['_exit'](0)\n{HALF_RIGHT}",
+        f"{OS}{WRITE.format(text='{"problem": ""}')}{HALF_RIGHT}",
+        f"{OS}{WRITE.format(text='{"value": "2"}')}{HALF_RIGHT}",
+        f"{OS}{WRITE.format(text='(' * 10**5)}{HALF_RIGHT}",
+        f"import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.repr = lambda v: '2'\n{HALF_RIGHT}",
+        "class A(int):\n    def __eq__(self, other): return True\ndef f(x):\n    return A(2)",
+        "class A:\n    __class__ = int\n    def __repr__(self): return '2'\ndef f(x):\n    return A()",
+        "class E(BaseException):\n    def __str__(self): raise SystemExit(0)\ndef f(x):\n    raise E",
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        frame.f_globals.update(refuse=None, reply=print, literal=lambda v: '2')\n"
+        "        frame = frame.f_back\n    return 2",
+        "def check(candidate): pass\ndef f(x): pass",
+    ],
+)
+def test_a_pass_cannot_be_faked(source: str) -> None:
+    assert not run_check(source, "f", TEST).passed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "open('/etc/passwd')",
+        "os['open']('/etc/passwd', 0)",
+        "os['listdir']('/')",
+        "os['system']('true')",
+        "os['fork']()",
+        "os['execv']('/bin/true', ['true'])",
+        "os['posix_spawn']('/bin/true', ['true'], {})",
+        "os['kill'](os['getppid'](), 9)",
+        "os['pipe']()",
+        "os['dup'](1)",
+        "__import__('socket').socket()",
+        "__import__('ctypes')",
+        "__import__('threading')",
+        "__import__('signal')",
+        "__import__('sys').modules['os']",
+    ],
+)
+def test_a_checked_function_reaches_nothing(body: str) -> None:
+    result = attack(body)
+    assert not result.passed
+    assert "Error" in result.reason
+
+
+def test_the_callers_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDRAFT_SECRET", "s3cret")
+    assert attack("assert not [k for k in os['environ'] if 'SECRET' in k]").passed
+
+
+def test_the_callers_files_stay(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("text")
+    mode = kept.stat().st_mode
+    for body in (
+        f"os['remove']({str(kept)!r})",
+        f"os['truncate']({str(kept)!r}, 0)",
+        f"os['rename']({str(kept)!r}, {str(tmp_path / 'other')!r})",
+        f"os['chmod']({str(kept)!r}, 0)",
+        f"os['mkdir']({str(tmp_path / 'new')!r})",
+        f"os['symlink']({str(kept)!r}, {str(tmp_path / 'link')!r})",
+    ):
+        assert not attack(body).passed
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+    assert (kept.read_text(), kept.stat().st_mode) == ("text", mode)
+
+
+def test_the_kernel_refuses_what_python_does_not_audit(tmp_path: Path) -> None:
+    if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) < 1:
+        pytest.skip("this kernel has no Landlock")
+    fifo = tmp_path / "fifo"
+    assert "PermissionError: [Errno 13]" in attack(f"os['mkfifo']({str(fifo)!r})").reason
+    assert not fifo.exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["while True: pass", "__import__('time').sleep(60)", "10 ** 10 ** 10", "[print('x' * 1000) for _ in iter(int, 1)]"],
+)
+def test_endless_functions_are_stopped(body: str) -> None:
+    started = time.monotonic()
+    assert not attack(body, SandboxLimits(wall_seconds=1.5)).passed
+    assert time.monotonic() - started < 5
+
+
+def test_memory_of_a_checked_function_is_bounded() -> None:
+    assert "MemoryError" in attack("x = [0] * 10**10").reason
+    assert "MemoryError" in attack("x = [bytearray(10**7) for _ in range(10**5)]").reason
+
+
+def test_nothing_is_left_running() -> None:
+    before = children()
+    attack("while True: pass", SandboxLimits(wall_seconds=0.5))
+    run_check(HALF_RIGHT, "f", TEST)
+    assert children() == before
+
+
+def children() -> set[str]:
+    """Processes whose parent is this one."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"\nPPid:\t{os.getpid()}\n" in status.read_text():
+                found.add(status.parent.name)
+        except OSError:  # it has just ended
+            continue
+    return found
