@@ -30,6 +30,7 @@ COMMANDS = (
     "chat",
     "quantize",
     "export",
+    "merge-lora",
     "inspect",
     "eval",
     "probe",
