@@ -33,6 +33,7 @@ def test_report(run: Run, scholar: FakeEngine) -> None:
     assert edit["tokens"] == sum(len(i.answer) + 1 for i in ITEMS) - len(ITEMS[2].answer) + 1
     assert edit["tokens_per_forward"] == pytest.approx(edit["tokens"] / edit["forwards"])
     assert edit["steps_per_canvas"] == {"mean": 2.0, "p50": 2, "p90": 2}
+    assert edit["answer_seconds"]["mean"] == pytest.approx(0.5, abs=0.2)  # the fake engine's own clock
     assert edit["cut_off"] == 0
     assert (report["seed"], report["limit"], report["batch_size"], report["reused_items"]) == (3, 4, 3, 0)
     assert (report["model"], report["weights"], report["settings"]) == ("demo", "w4", {})
@@ -126,3 +127,38 @@ def test_an_unwritable_target_is_refused_before_loading(run: Run, engine: FakeEn
     outcome = run("eval", "demo", "--task", "demo:edit", "--out", str(tmp_path / "no" / "r.jsonl"))
     assert (outcome.code, engine.prompts) == (2, [])
     assert outcome.err.endswith(f"the directory {tmp_path / 'no'} does not exist\n")
+
+
+def test_a_benchmark_from_a_directory(
+    run: Run, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}"} for n in (1, 2, 600)]
+    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    monkeypatch.setattr(engine, "answer_to", lambda prompt: "\\boxed{1,200}" if "600" in prompt else "\\boxed{2}")
+    out = tmp_path / "r.jsonl"
+    outcome = run("eval", "demo", "--task", "gsm8k", "--data", str(tmp_path), "--out", str(out), "--json")
+    report = json.loads(outcome.out)["tasks"]["gsm8k"]
+    assert (outcome.code, report["items"], report["correct"]) == (0, 3, 2)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["id"], r["expected"], r["correct"]) for r in records] == [
+        ("gsm8k/0", "2", True), ("gsm8k/1", "4", False), ("gsm8k/2", "1200", True)
+    ]  # fmt: skip
+    assert records[0]["prompt"].startswith("What is 1 plus 1?\n\nReason step by step")
+
+
+def test_everyday_counts_answers_that_end(run: Run, engine: FakeEngine) -> None:
+    report = json.loads(run("eval", "demo", "--task", "everyday", "--max-new-tokens", "60", "--json").out)
+    everyday = report["tasks"]["everyday"]
+    assert everyday["items"] >= 20
+    assert everyday["correct"] == everyday["items"] - everyday["cut_off"] > 0
+    assert everyday["cut_off"] > 0
+    assert set(everyday["answer_seconds"]) == {"mean", "p50", "p90"}
+
+
+def test_missing_data_is_refused_before_loading(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
+    outcome = run("eval", "demo", "--task", "humaneval", "--data", str(tmp_path))
+    assert (outcome.code, engine.prompts) == (2, [])
+    assert outcome.err == (
+        f"redraft: error: {tmp_path / 'HumanEval.jsonl.gz'} does not exist; --data needs a directory that holds "
+        "HumanEval.jsonl.gz\n"
+    )

@@ -193,9 +193,9 @@ def test_the_context_is_the_tests_own() -> None:
         f'print(\'{{"problem": ""}}\')\n{HALF_RIGHT}',
         f"import sys\nsys.exit(0)\n{HALF_RIGHT}",
         f"{OS}os['_exit'](0)\n{HALF_RIGHT}",
-        f"{OS}{WRITE.format(text='{"problem": ""}')}{HALF_RIGHT}",
-        f"{OS}{WRITE.format(text='{"value": "2"}')}{HALF_RIGHT}",
-        f"{OS}{WRITE.format(text='(' * 10**5)}{HALF_RIGHT}",
+        OS + WRITE.format(text='{"problem": ""}') + HALF_RIGHT,
+        OS + WRITE.format(text='{"value": "2"}') + HALF_RIGHT,
+        OS + WRITE.format(text="(" * 10**5) + HALF_RIGHT,
         f"import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.repr = lambda v: '2'\n{HALF_RIGHT}",
         "class A(int):\n    def __eq__(self, other): return True\ndef f(x):\n    return A(2)",
         "class A:\n    __class__ = int\n    def __repr__(self): return '2'\ndef f(x):\n    return A()",
@@ -205,7 +205,11 @@ def test_the_context_is_the_tests_own() -> None:
         "        frame = frame.f_back\n    return 2",
         "def check(candidate): pass\ndef f(x): pass",
     ],
-)
+    ids=[
+        "prints", "exits", "exits at once", "writes a verdict", "writes values", "writes rubbish", "patches builtins",
+        "equal int", "false class", "hostile error", "patches the harness", "defines check",
+    ],
+)  # fmt: skip
 def test_a_pass_cannot_be_faked(source: str) -> None:
     assert not run_check(source, "f", TEST).passed
 
