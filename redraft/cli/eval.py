@@ -37,7 +37,7 @@ def command(
             "--batch-size",
             metavar="N",
             min=1,
-            help=f"Items answered together: {DEFAULT_BATCH_SIZE}, or 1 in tiers where a batch shares one seed.",
+            help=f"Items answered together: {DEFAULT_BATCH_SIZE}; 1 for everyday and where a batch shares one seed.",
         ),
     ] = None,
     seed: options.Seed = 0,
@@ -65,7 +65,8 @@ def command(
         check_target(out)
     engine = load_engine(model, weights, tier, device)
     about = {**describe(engine, model), "seed": seed, "limit": limit, "settings": settings}
-    size = batch_size or (DEFAULT_BATCH_SIZE if engine.tier == "turbo" else 1)
+    # In a batch an answer takes as long as the slowest, so questions about the time to answer go alone.
+    size = batch_size or (DEFAULT_BATCH_SIZE if engine.tier == "turbo" and task != "everyday" else 1)
     with _results_file(out, about, items) as file:
         reused = len(file.done) if file else 0
         records = _run(engine, tasks, items, seed, size, settings, file)

@@ -20,7 +20,7 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(rf"(?<![\w.])(?P<sign>-)?(?P<value>{_DIGITS}(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<below>\d+)(?![\d.]))?")
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_STATED = re.compile(r"\banswer(?:\b[^\n.:=]*?\bis\b\s*:?|\s*[:=])", re.IGNORECASE)
+_STATED = re.compile(r"\banswer(?:\b[^\n.:=]{0,80}?\bis\b\s*:?|\s*[:=])", re.IGNORECASE)
 
 
 class Gsm8k:
@@ -100,7 +100,10 @@ def _first_number(text: str) -> Fraction | None:
     return _value(found) if found else None
 
 
-def _value(match: re.Match[str]) -> Fraction:
+def _value(match: re.Match[str]) -> Fraction | None:
+    """None for digits without end, which Python refuses to read."""
+    if len(match[0]) > 1000:
+        return None
     value = Fraction(match["value"].replace(",", ""))
     below = int(match["below"] or 1)
     return (-value if match["sign"] else value) / (below or 1)

@@ -150,6 +150,7 @@ def test_everyday_counts_answers_that_end(run: Run, engine: FakeEngine) -> None:
     report = json.loads(run("eval", "demo", "--task", "everyday", "--max-new-tokens", "60", "--json").out)
     everyday = report["tasks"]["everyday"]
     assert everyday["items"] >= 20
+    assert engine.batches == [1] * everyday["items"]  # their time is the figure
     assert everyday["correct"] == everyday["items"] - everyday["cut_off"] > 0
     assert everyday["cut_off"] > 0
     assert set(everyday["answer_seconds"]) == {"mean", "p50", "p90"}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from redraft.evaluate.gsm8k import Gsm8k, extract_number, last_boxed
 from redraft.evaluate.tasks import Item
@@ -100,6 +103,20 @@ def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
 )
 def test_last_boxed(text: str, inner: str | None) -> None:
     assert last_boxed(text) == inner
+
+
+@given(st.text(alphabet="0129,./-−$=\\{} \nboxed#answeris*\u0663", max_size=60) | st.text(max_size=60))
+def test_any_text_gives_a_number_or_none(text: str) -> None:
+    assert isinstance(extract_number(text), Fraction | None)
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 10**5, "answer " * 10**4, "1," * 10**5, "#### " + "9" * 5000, "\\frac{" * 10**4]
+)
+def test_long_texts_take_no_time(text: str) -> None:
+    started = time.monotonic()
+    extract_number(text)
+    assert time.monotonic() - started < 2
 
 
 def test_items_from_a_file(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from redraft.evaluate.humaneval import HumanEval, assemble
 from redraft.evaluate.tasks import Item
@@ -134,3 +136,8 @@ HOSTILE = {
 @pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_answers_fail(task: HumanEval, item: Item, code: str) -> None:
     assert not task.grade(item, f"```python\n{code}\n```")
+
+
+@given(st.text(alphabet="`~ \ndeftotal(x):return python\0\ud800\"'", max_size=80) | st.text(max_size=40))
+def test_any_answer_makes_a_program_behind_the_prompt(answer: str) -> None:
+    assert assemble(PROMPT, "total", answer).startswith(PROMPT)
