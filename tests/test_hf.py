@@ -26,7 +26,7 @@ import redraft
 from redraft.checkpoint import find_checkpoint, load_checkpoint, load_tokenizer
 from redraft.config import QuantSpec
 from redraft.demo.tasks import TASKS
-from redraft.errors import UsageError
+from redraft.errors import CheckpointError, UsageError
 from redraft.hf import inplace
 from redraft.hf.experts import W4Experts, unpack_words
 from redraft.kernels.experts import repack, run_experts
@@ -152,9 +152,15 @@ SETTINGS = {"max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": [1], "atten
 
 @pytest.mark.parametrize("tier", redraft.config.TIERS)
 @pytest.mark.parametrize("extra", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-def test_batches_caches_and_later_calls_with_other_settings(pair, tier, extra):
-    """In every tier as in stock transformers, whose static cache would keep a compiled first call's settings."""
+def test_batches_caches_and_later_calls_with_other_settings(pair, tier, extra, monkeypatch):
+    """In every tier as in stock transformers, there without torch.compile, which draws other random numbers."""
     stock, packed = pair
+    # Not disable_compile, which the oldest transformers lacks.
+    monkeypatch.setattr(
+        DiffusionGemmaForBlockDiffusion,
+        "_compile_functions",
+        lambda self, *fns: (self.model.encoder, self.forward, *fns),
+    )
     redraft.accelerate(packed, tier)
     for seed, bound in enumerate((0.1, 30.0, 2.0)):
         settings = {
@@ -165,7 +171,7 @@ def test_batches_caches_and_later_calls_with_other_settings(pair, tier, extra):
             "stability_threshold": seed,
             "confidence_threshold": 3.0,
         }
-        expected = generate(stock, BATCH, seed, disable_compile=True, **settings)
+        expected = generate(stock, BATCH, seed, **settings)
         assert same(generate(packed, BATCH, seed, **settings), expected), (tier, bound)
 
 
@@ -235,6 +241,28 @@ def test_every_way_of_packing_gives_the_same_bits(pair, tiny_dir, packed_dir, tm
         again = load(tmp_path / way)
         assert_same_bits(again.state_dict(), reference)
         assert same(generate(again, BATCH, 1, **SETTINGS), generate(in_place, BATCH, 1, **SETTINGS))
+
+
+def test_sharded_checkpoints_load(tiny_hf, pair, tmp_path, monkeypatch):
+    """BF16 shards while loading, and a packed directory whose other tensors are in shards."""
+    tiny_hf.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    monkeypatch.setattr("redraft.quant.quantize.SHARD_BYTES", 60_000)
+    redraft.quantize(tmp_path / "shards", tmp_path / "w4", SPEC)
+    assert len(list((tmp_path / "w4").glob("model-*.safetensors"))) > 1
+    for path in ("shards", "w4"):
+        model = load(tmp_path / path, quantization_config=redraft.W4Config(16, 8))
+        assert_same_bits(model.state_dict(), pair[1].state_dict())
+
+
+def test_a_failure_half_way_is_not_taken_for_a_packed_model():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.decoder.layers[1].experts.down_proj[3, 0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"layer 1: experts.down_proj\[3\]: 1 of 512 weights are not finite"):
+        redraft.accelerate(model, spec=SPEC)
+    with pytest.raises(UsageError, match=r"layer 0: experts.gate_up_proj is not transformers' own weight"):
+        redraft.accelerate(model, spec=SPEC)
 
 
 def test_saved_files_hold_one_copy_under_the_names_of_the_format(pair, tmp_path):

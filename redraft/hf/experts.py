@@ -40,9 +40,9 @@ def layers(model: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def packed_spec(model: Any) -> QuantSpec | None:
-    """Group sizes of a model whose experts are packed by Redraft; None of any other."""
-    experts = model.model.decoder.layers[0].experts
-    return experts.spec if isinstance(experts, W4Experts) else None
+    """Group sizes of a model whose experts are all packed by Redraft; None of any other."""
+    experts = [layer.experts for layer, _ in layers(model)]
+    return experts[0].spec if all(isinstance(e, W4Experts) for e in experts) else None
 
 
 class W4Experts(nn.Module):

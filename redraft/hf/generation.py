@@ -53,13 +53,15 @@ class EntropyOnceStopping(DiffusionGemmaAdaptiveStopping):
 
 
 def _prepare_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
-    model._entropy_sampler = EntropyOnceSampler(
+    sampler = EntropyOnceSampler(
         config=generation_config.sampler_config,
         canvas_length=model.config.canvas_length,
         vocab_size=model.config.text_config.vocab_size,
         max_denoising_steps=generation_config.max_denoising_steps,
     )
-    return model._entropy_sampler
+    # Each call has a generation config of its own, so calls in several threads do not meet.
+    generation_config._entropy_sampler = sampler
+    return sampler
 
 
 def _prepare_diffusion_stopping_criteria(model: Any, generation_config: Any) -> EntropyOnceStopping | None:
@@ -67,7 +69,7 @@ def _prepare_diffusion_stopping_criteria(model: Any, generation_config: Any) -> 
     if stability is None or confidence is None:
         return None
     settings = DecodeSettings(stability_threshold=stability, confidence_threshold=confidence)
-    return EntropyOnceStopping(settings, model._entropy_sampler)
+    return EntropyOnceStopping(settings, generation_config._entropy_sampler)
 
 
 def _run_uncompiled(model: Any, sampler: Any, stopping: Any) -> tuple[Any, Any, Any, Any]:

@@ -62,6 +62,9 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
         if spec is not None and spec != found:
             raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
         spec, before = found, _expert_bytes(model)
+        for layer, _ in layers(model):
+            layer.experts.adopt_kernels(model.dtype)  # the model may have moved to a GPU since
+        set_ties(model)
     install(model, tier)
     return _report(model, tier, spec, config.num_layers if found is None else 0, before)
 

@@ -29,8 +29,8 @@ class W4Config(QuantizationConfigMixin):
     Group sizes as in QuantSpec; those of packed files come from the files.
     """
 
-    def __init__(self, group_gate_up: int = 128, group_down: int = 64, **unused: Any):
-        self.quant_method = dg_w4a16.FORMAT  # type: ignore[assignment]
+    def __init__(self, group_gate_up: int = 128, group_down: int = 64, quant_method: str = dg_w4a16.FORMAT):
+        self.quant_method = quant_method  # type: ignore[assignment]
         self.group_gate_up, self.group_down = group_gate_up, group_down
         self.spec()
 
