@@ -71,7 +71,7 @@ def test_debug_after_two_dashes_is_a_prompt(run: Run, engine: FakeEngine) -> Non
         (("--nothing",), "--nothing"),
         (("eval", "demo"), "Missing option '--task'"),
         (("eval", "demo", "--task", "demo:edit", "--limit", "0"), "--limit"),
-        (("eval", "demo", "--task", "gsm8k"), "task is 'gsm8k', expected one of demo:arithmetic, "),
+        (("eval", "demo", "--task", "mmlu"), "task is 'mmlu', expected one of gsm8k, humaneval, "),
         (("generate", "demo", "hi", "--seed", "x"), "--seed"),
         (("generate", "demo", "hi", "--seed", "-1"), "seed is -1, expected a whole number from 0 to 2^63 - 1"),
         (("generate", "demo", "hi", "--steps", "0"), "max_denoising_steps is 0"),
