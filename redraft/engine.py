@@ -166,10 +166,10 @@ class Engine:
         check_context(self.config, longest, canvases * self.config.canvas_length)
         if tier == "turbo" and self.fused is not None:
             capacity = longest + (canvases - 1) * self.config.canvas_length
-            return SlotBatch(self._slots(len(requests), capacity), self.decode, requests, settings)
+            return SlotBatch(self.runner(len(requests), capacity), self.decode, requests, settings)
         return ReferenceBatch(self.model, self._stream_for(tier, seeds), self.decode, requests, settings)
 
-    def _slots(self, count: int, capacity: int) -> SlotRunner:
+    def runner(self, count: int, capacity: int) -> SlotRunner:
         """The runner of earlier calls where it is as wide and long enough, else a new one."""
         assert self.fused is not None, "fused passes are available"
         runner = self._runner

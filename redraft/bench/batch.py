@@ -65,7 +65,7 @@ def bench_batch(
             yield BatchResult(size, work, probe.roofline, None, None)
             return
         finally:
-            _release(engine.device)
+            release(engine.device)
         yield BatchResult(size, work, probe.roofline, timing, peak)
 
 
@@ -77,8 +77,8 @@ def _time(engine: Engine, size: int, prompt_tokens: int, passes: int, rounds: in
     return timing, peak_bytes(engine.device)
 
 
-def _release(device: torch.device) -> None:
-    """Give the last size's buffers back, so that they do not count in the next one's peak."""
+def release(device: torch.device) -> None:
+    """Give the buffers of what was measured last back, so that the next finds their memory free."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

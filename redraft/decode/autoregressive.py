@@ -51,7 +51,7 @@ class ReferenceGreedy:
     def decode(self) -> list[list[int]]:
         ends = torch.tensor(sorted(self.end_tokens), dtype=torch.int64, device=self.model.device)
         ended = torch.zeros_like(self._token[:, 0], dtype=torch.bool)
-        answers = []
+        answers: list[torch.Tensor] = []
         while len(answers) < self.max_new_tokens and not bool(ended.all()):
             self._token = self.model.head(self.model.encode(self._token, self._arena)).argmax(dim=-1)
             answers.append(self._token)
