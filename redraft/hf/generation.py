@@ -1,60 +1,76 @@
-"""What changes inside transformers' `generate`: entropy once a pass, and static caches without torch.compile."""
+"""What a tier changes inside transformers' `generate`, and static caches without torch.compile."""
 
 from __future__ import annotations
 
 from types import MethodType
 from typing import Any
 
-import torch
-from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
-    DiffusionGemmaAdaptiveStopping,
-    EntropyBoundSampler,
-)
-
 from redraft.config import DecodeSettings, Tier
-from redraft.decode.entropy_bound import StopTest, accept
+from redraft.hf.entropy_once import EntropyOnceSampler, EntropyOnceStopping
+from redraft.hf.layers import fuse_norms, join_projections, obstacle, restore
+from redraft.hf.sampling import FusedSampler, denoising_step
 
-_HOOKS = ("_prepare_sampler", "_prepare_diffusion_stopping_criteria")
-
-
-class EntropyOnceSampler(EntropyBoundSampler):
-    """transformers' sampler, which leaves a pass's entropies to the stop test of the same pass."""
-
-    entropy: torch.Tensor
-    accepted_token_mask: Any  # bool [B, C]; transformers starts with None
-
-    def accept_canvas(
-        self, current_canvas: torch.Tensor, denoiser_canvas: torch.Tensor, logits: torch.Tensor, cur_step: Any
-    ) -> Any:
-        """int64 [B, C]: drawn tokens where accepted, the current ones elsewhere; logits [B, C, V]."""
-        self.entropy = torch.distributions.Categorical(logits=logits).entropy()
-        self.accepted_token_mask = accept(self.entropy, self.entropy_bound)
-        return torch.where(self.accepted_token_mask, denoiser_canvas, current_canvas)
+_HOOKS = ("_prepare_sampler", "_prepare_diffusion_stopping_criteria", "_denoising_step")
 
 
-class EntropyOnceStopping(DiffusionGemmaAdaptiveStopping):
-    """transformers' stable-and-confident test on the entropies that the sampler computed.
+def install(model: Any, tier: Tier) -> tuple[dict[str, str], dict[str, str]]:
+    """Make `model.generate` run a tier, whatever tier ran before.
 
-    They are the same function of the same logits, except in rows that are done: those carry earlier logits here, and
-    what is computed for them is OR-ed with True.
+    Returns what was replaced by what, and what was kept and why.
     """
+    replaced: dict[str, str] = {}
+    kept = {"torch.compile": "not used with static caches: experts count their rows, which full graphs forbid"}
+    model._compile_functions = MethodType(_run_uncompiled, model)
+    for name in _HOOKS:
+        model.__dict__.pop(name, None)
+    restore(model)
+    fused = tier == "turbo" and _fuse(model, replaced, kept)
+    if tier != "turbo":
+        kept["norms, QKV and sampling"] = "transformers' own; tier turbo fuses them"
+    if tier == "off":
+        kept["entropy"] = "computed twice a pass as in transformers; tiers bitexact and turbo compute it once"
+    else:
+        _set_hooks(model, fused)
+        replaced["entropy"] = "computed once a pass for acceptance and stop test; the same tokens"
+    if fused:
+        replaced["entropy"] = "computed once a pass, with the sampling"
+    return replaced, kept
 
-    def __init__(self, settings: DecodeSettings, sampler: EntropyOnceSampler):
-        self._settings, self._sampler = settings, sampler
-        self.reset()
 
-    def __call__(self, argmax_canvas: torch.Tensor, logits: torch.Tensor, **kwargs: Any) -> Any:
-        """bool [B] from the pass's argmax int64 [B, C]; the sampler's `accept_canvas` has seen its logits."""
-        return self._test(argmax_canvas, self._sampler.entropy)
+def _fuse(model: Any, replaced: dict[str, str], kept: dict[str, str]) -> bool:
+    reason = obstacle(model)
+    if reason is not None:
+        kept["norms, QKV and sampling"] = f"transformers' own, because {reason}"
+        return False
+    replaced["norms"] = f"{fuse_norms(model)} norms and layers, with residual sums and routing, run by GPU kernels"
+    reason = join_projections(model)
+    if reason is None:
+        replaced["QKV"] = "one product a layer on joined weights"
+    else:
+        kept["QKV"] = f"separate products, because of {reason}"
+    replaced["sampling"] = "draw, argmax, entropy and self-conditioning in two launches over the vocabulary"
+    kept["sampling with the caller's own logits processors"] = "transformers' own, in calls that pass some"
+    return True
 
-    def reset(self) -> None:
-        """Forget the earlier canvases."""
-        self._test = StopTest(self._settings)
+
+def _set_hooks(model: Any, fused: bool) -> None:
+    model._prepare_sampler = MethodType(_prepare_fused_sampler if fused else _prepare_entropy_once_sampler, model)
+    model._prepare_diffusion_stopping_criteria = MethodType(_prepare_diffusion_stopping_criteria, model)
+    if fused:
+        model._denoising_step = MethodType(denoising_step, model)
 
 
-def _prepare_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
-    sampler = EntropyOnceSampler(
-        config=generation_config.sampler_config,
+def _prepare_entropy_once_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
+    return _prepare(EntropyOnceSampler, generation_config.sampler_config, model, generation_config)
+
+
+def _prepare_fused_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
+    return _prepare(FusedSampler, generation_config, model, generation_config)
+
+
+def _prepare(kind: type[EntropyOnceSampler], config: Any, model: Any, generation_config: Any) -> EntropyOnceSampler:
+    sampler = kind(
+        config,
         canvas_length=model.config.canvas_length,
         vocab_size=model.config.text_config.vocab_size,
         max_denoising_steps=generation_config.max_denoising_steps,
@@ -79,13 +95,3 @@ def _run_uncompiled(model: Any, sampler: Any, stopping: Any) -> tuple[Any, Any, 
     the entropy bound of the first call.
     """
     return model.model.encoder, model.forward, sampler, stopping
-
-
-def install(model: Any, tier: Tier) -> None:
-    """Make `model.generate` run a tier, whatever tier ran before."""
-    model._compile_functions = MethodType(_run_uncompiled, model)
-    for name in _HOOKS:
-        model.__dict__.pop(name, None)
-    if tier != "off":
-        model._prepare_sampler = MethodType(_prepare_sampler, model)
-        model._prepare_diffusion_stopping_criteria = MethodType(_prepare_diffusion_stopping_criteria, model)

@@ -65,8 +65,8 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
         for layer, _ in layers(model):
             layer.experts.adopt_kernels(model.dtype)  # the model may have moved to a GPU since
         set_ties(model)
-    install(model, tier)
-    return _report(model, tier, spec, config.num_layers if found is None else 0, before)
+    replaced, kept = install(model, tier)
+    return _report(model, tier, spec, config.num_layers if found is None else 0, before, replaced, kept)
 
 
 def _check_dense(model: Any) -> None:
@@ -106,18 +106,18 @@ def _expert_bytes(model: Any) -> int:
     return total
 
 
-def _report(model: Any, tier: Tier, spec: QuantSpec, layers: int, before: int) -> AccelerateReport:
+def _report(
+    model: Any,
+    tier: Tier,
+    spec: QuantSpec,
+    layers: int,
+    before: int,
+    replaced: dict[str, str],
+    kept: dict[str, str],
+) -> AccelerateReport:
     kernels = model.model.decoder.layers[0].experts.repacked is not None
     path = "GPU kernels" if kernels else "torch's operations, dequantising one expert at a time"
     groups = f"groups of {spec.group_gate_up} (gate and up) and {spec.group_down} (down)"
-    replaced = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}"}
-    kept = {
-        "attention, dense MLP, router, embedding": "transformers' own, in the model's dtype",
-        "norms and sampling": "transformers' own; fused ones are part of redraft.load's engine only",
-        "torch.compile": "not used with static caches: experts count their rows, which full graphs forbid",
-    }
-    if tier == "off":
-        kept["entropy"] = "computed twice a pass as in transformers; tiers bitexact and turbo compute it once"
-    else:
-        replaced["entropy"] = "computed once a pass for acceptance and stop test; the same tokens"
-    return AccelerateReport(tier, spec, layers, before, _expert_bytes(model), replaced, kept)
+    experts = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}"}
+    rest = {"attention, dense MLP, router, embedding": "transformers' own, in the model's dtype"}
+    return AccelerateReport(tier, spec, layers, before, _expert_bytes(model), experts | replaced, rest | kept)

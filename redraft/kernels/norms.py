@@ -98,10 +98,13 @@ def _row(ptr, row, cols, H: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_xm, eps, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, stride_xm, heads, eps, H: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
-    x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < H, other=0.0).to(tl.float32)
+    start = row // heads * stride_xm + row % heads * H
+    x = tl.load(x_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
     y = _normalized(x, eps, H)
     if weight_ptr is not None:
         y *= _row(weight_ptr, 0, cols, H)
@@ -109,9 +112,12 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_xm, eps, H: tl.constexpr
 
 
 def rms_norm_into(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-    """out = rms_norm(x, weight, eps). x [R, H] with contiguous rows, out [R, H] contiguous, another tensor or x."""
-    rows, hidden = x.shape
-    _rms_norm_kernel[(rows,)](x, weight, out, x.stride(0), eps, H=hidden, **row_launch(hidden))
+    """out = rms_norm(x, weight, eps). x [R, H] with contiguous rows, out [R, H] contiguous, another tensor or x.
+
+    Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
+    """
+    rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
+    _rms_norm_kernel[(rows * heads,)](x, weight, out, x.stride(0), heads, eps, H=hidden, **row_launch(hidden))
 
 
 @triton.jit

@@ -1,0 +1,332 @@
+"""Tier `turbo` inside transformers, in Triton's interpreter: same logits, right draws, `generate` as before."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import _Drafts
+from tiny import tiny_model
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+    EntropyBoundSamplerConfig,
+)
+
+import redraft
+from redraft.checkpoint import find_checkpoint
+from redraft.config import QuantSpec
+from redraft.hf import layers
+from redraft.hf.generation import install
+from redraft.hf.layers import obstacle, projections, stacked
+from redraft.hf.sampling import FusedSampler
+from redraft.kernels.experts import repack
+from redraft.kernels.sampling import counter_statistics
+
+SPEC = QuantSpec(16, 8)
+SHAPES = {
+    "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 2,
+    "num_key_value_heads": 1, "canvas_length": 2,
+}  # fmt: skip
+PROMPT = torch.tensor([[0, 0, 2, 30], [2, 8, 9, 10]])
+PADDING = {"attention_mask": PROMPT != 0}
+SETTINGS = {**PADDING, "pad_token_id": 0, "eos_token_id": [1], "max_new_tokens": 2, "max_denoising_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A packed model in tier `bitexact`."""
+    model = tiny_model(**SHAPES)
+    redraft.accelerate(model, "bitexact", SPEC)
+    return model
+
+
+@pytest.fixture
+def turbo(plain):
+    model = copy.deepcopy(plain)
+    install(model, "turbo")
+    return model
+
+
+def logits(model: Any, conditioned: bool = False) -> torch.Tensor:
+    """Of a canvas after an encoded prompt, so both halves of the network count."""
+    generator = torch.Generator().manual_seed(3)
+    canvas = torch.randint(0, 96, (2, 2), generator=generator)
+    before = 3 * torch.randn(2, 2, 96, generator=generator) if conditioned else None
+    with torch.no_grad():
+        return model(
+            input_ids=PROMPT, **PADDING, decoder_input_ids=canvas, self_conditioning_logits=before
+        ).logits  # fmt: skip
+
+
+def generate(model: Any, seed: int, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    streamer = _Drafts()
+    torch.manual_seed(seed)
+    return model.generate(PROMPT, streamer=streamer, **{**SETTINGS, **settings}).sequences, streamer.drafts
+
+
+# Layers
+
+
+def test_logits_are_those_of_the_plain_layers(plain, turbo):
+    # fp32 throughout: what differs is the order of sums of 32 numbers, 1e-7 each, over two layers.
+    torch.testing.assert_close(logits(turbo, True), logits(plain, True), rtol=0, atol=2e-5)
+
+
+def test_one_product_makes_queries_keys_and_values(turbo, monkeypatch):
+    products = []
+    original = F.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        products.append((weight.data_ptr(), weight.shape[0]))
+        return original(x, weight, *bias)
+
+    monkeypatch.setattr(F, "linear", linear)
+    logits(turbo)
+    for layer, rows in zip(turbo.model.decoder.layers, ((2 + 1 + 1) * 8, (2 + 1) * 16), strict=True):
+        first, *others = [linear.weight.data_ptr() for linear in projections(layer.self_attn)]
+        assert products.count((first, rows)) == 2  # in the encoder and in the decoder
+        assert not set(others) & {pointer for pointer, _ in products}
+
+
+def test_every_text_norm_is_fused_and_undone(plain, turbo):
+    names = {name for name, m in turbo.named_modules() if type(m) is layers.FusedNorm}
+    stock = {name for name, m in plain.named_modules() if type(m) is layers.DiffusionGemmaRMSNorm}
+    assert stock - names == {"model.encoder.embed_vision.embedding_pre_projection_norm"}
+    assert "model.decoder.self_conditioning.post_norm" in names
+    install(turbo, "bitexact")
+    assert [type(m) for m in turbo.modules()] == [type(m) for m in plain.modules()]
+    assert torch.equal(logits(turbo), logits(plain))
+
+
+def test_packed_experts_in_the_kernels_layout():
+    """What a GPU runs: BF16, and a row's experts summed with the norms. Errors are those of BF16 roundings.
+
+    Every row visits every expert: a rounded router would choose others.
+    """
+    torch.manual_seed(0)
+    spec = QuantSpec(64, 32)
+    model = tiny_model(**SHAPES, hidden_size=128, moe_intermediate_size=64, num_experts=4, top_k_experts=4)
+    redraft.accelerate(model, "off", spec)
+    layer = model.model.decoder.layers[0]
+    x, delta = torch.randn(3, 128), torch.randn(3, 128)
+    expected = _feed_forward(layer, x, delta)
+    model.to(torch.bfloat16)
+    experts = layer.experts
+    experts.repacked = repack(experts.packed(), experts.config, spec)
+    out = x.bfloat16()
+    layers._feed_forward(layer, out, delta.bfloat16())
+    error = (out.float() - expected).norm() / expected.norm()
+    assert float(error) < 0.02
+
+
+def _feed_forward(layer: Any, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """transformers' layer after attention: attention's output is delta."""
+    stub = SimpleNamespace(forward=lambda **_: (delta[None], None))
+    attention, layer.self_attn = layer.self_attn, torch.nn.Identity()
+    layer.self_attn.forward = stub.forward
+    try:
+        with torch.no_grad():
+            return layer(x[None])[0]
+    finally:
+        layer.self_attn = attention
+
+
+def test_joined_weights_are_views_and_memory_does_not_grow(plain, turbo):
+    def storages(model: Any) -> dict[int, int]:
+        return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+
+    assert sum(storages(turbo).values()) == sum(storages(plain).values())
+    for decoder, encoder in zip(turbo.model.decoder.layers, turbo.model.encoder.language_model.layers, strict=True):
+        mine, other = projections(decoder.self_attn), projections(encoder.self_attn)
+        assert all(a.weight is b.weight for a, b in zip(mine, other, strict=True))
+        joined = stacked([linear.weight for linear in mine])
+        assert torch.equal(joined, torch.cat([linear.weight for linear in mine]))
+    with torch.no_grad():
+        mine[0].weight[0, 0] = 5.0
+    assert joined[0, 0] == 5.0
+
+
+def test_weights_that_no_longer_follow_each_other_are_multiplied_apart(plain, turbo):
+    expected = logits(plain)
+    for model in (turbo.to(torch.float64).to(torch.float32), copy.deepcopy(turbo)):
+        assert stacked([p.weight for p in projections(model.model.decoder.layers[0].self_attn)]) is None
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-5)
+
+
+def test_saving_with_joined_weights_loses_nothing(turbo, tmp_path):
+    turbo.save_pretrained(tmp_path)
+    again, info = type(turbo).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    expected = turbo.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_adapters_and_biases_keep_separate_products(plain):
+    class Adapter(torch.nn.Linear):
+        pass
+
+    for change, reason in ((Adapter, "q_proj is a Adapter"), (None, "q_proj has a bias")):
+        model = copy.deepcopy(plain)
+        linear = model.model.decoder.layers[1].self_attn.q_proj
+        if change:
+            linear.__class__ = change
+        else:
+            linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
+        replaced, kept = install(model, "turbo")
+        assert "QKV" not in replaced
+        assert f"layer 1: {reason}" in kept["QKV"]
+        assert not any(isinstance(m, layers.JoinedLinear) for m in model.modules())
+
+
+def test_gradients_go_through_the_plain_layers(turbo):
+    layer = turbo.model.decoder.layers[0]
+    x = torch.randn(2, 32, requires_grad=True)
+    layer.input_layernorm(x).sum().backward()
+    expected = x.grad.clone()
+    x.grad = None
+    layers.DiffusionGemmaRMSNorm.forward(layer.input_layernorm, x).sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert layer.input_layernorm.weight.grad is not None
+
+
+def test_the_report_says_why_kernels_do_not_run(plain, monkeypatch):
+    model = copy.deepcopy(plain)
+    monkeypatch.setattr(layers, "INTERPRET", SimpleNamespace(value=False))
+    replaced, kept = install(model, "turbo")
+    assert set(replaced) == {"entropy"}
+    assert "the model is on cpu, the kernels need a GPU" in kept["norms, QKV and sampling"]
+    monkeypatch.setattr(layers, "HAS_TRITON", False)
+    assert obstacle(model) == "Triton is not installed"
+
+
+# Sampling
+
+
+def sampler(batch: int, vocab: int, length: int, **settings: Any) -> FusedSampler:
+    config = DiffusionGemmaGenerationConfig(
+        **{
+            "max_denoising_steps": 4,
+            "t_min": 0.4,
+            "t_max": 0.8,
+            "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1),
+            **settings,
+        }
+    )
+    return FusedSampler(config, canvas_length=length, vocab_size=vocab, max_denoising_steps=4)
+
+
+def test_statistics_are_those_of_the_capped_and_scaled_logits():
+    torch.manual_seed(0)
+    raw = 20 * torch.randn(2, 3, 97)
+    raw[0, 0, 5] = raw[0, 0, 50] = 90.0  # equal largest: the first one counts
+    scaled = 30 * torch.tanh(raw.double() / 30) / (0.4 + 0.4 * 3 / 4)
+    one = sampler(2, 97, 3)
+    probs = one.observe(raw.clone(), torch.zeros(2, dtype=torch.bool), 3, 30.0)
+    exact = torch.softmax(scaled, -1)
+    assert torch.equal(one.argmax, raw.argmax(-1))
+    entropy = torch.distributions.Categorical(logits=scaled).entropy()
+    # As kernels/sampling.py: approximate exponentials, 2^-22 each, of arguments up to 72 in fp32.
+    torch.testing.assert_close(one.entropy.double(), entropy, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(one.confidence.double(), exact.amax(-1), rtol=1e-4, atol=1e-6)
+    given = probs.softmax(dim=-1, dtype=torch.float32).to(torch.float32)
+    torch.testing.assert_close(given.double(), exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.softmax(probs.cpu(), -1), exact.float(), rtol=1e-3, atol=1e-6)
+
+
+def test_draws_are_those_of_the_reference_and_rightly_distributed():
+    """Three passes of one canvas and the first of the next, then chi-square of the reference over many seeds."""
+    torch.manual_seed(0)
+    one, raw = sampler(2, 64, 3), 20 * torch.randn(2, 3, 64)
+    nobody = torch.zeros(2, dtype=torch.bool)
+    for canvas, step in ((0, 1), (0, 2), (1, 1)):
+        scaled = 30 * torch.tanh(raw / 30) / (0.4 + 0.4 * (5 - step) / 4)
+        one.observe(raw.clone(), nobody, 5 - step, 30.0)
+        assert torch.equal(one.draw, counter_statistics(scaled, one._slots.seed, canvas, step).draw)
+    assert one._slots.seed[0] != one._slots.seed[1]
+
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    seeds = torch.empty(2000, dtype=torch.int64).random_()
+    counts = counter_statistics(p.log().expand(2000, 2, 4), seeds, 0, 1).draw.flatten().bincount(minlength=4)
+    chi = float(((counts - 4000 * p) ** 2 / (4000 * p)).sum())
+    assert chi < 16.3, counts  # 0.999 of chi-square with 3 degrees of freedom
+
+
+def test_passes_canvases_and_rows_draw_apart_and_finished_rows_stay():
+    torch.manual_seed(0)
+    one, flat = sampler(2, 512, 3), torch.zeros(2, 3, 512)
+    nobody, first = torch.tensor([False, False]), torch.tensor([True, False])
+    draws = []
+    for remaining in (4, 3, 4):  # the last one begins a canvas
+        one.observe(flat.clone(), nobody, remaining, 30.0)
+        draws += one.draw.tolist()
+    assert len({tuple(row) for row in draws}) == len(draws)
+    one.observe(flat.clone(), first, 3, 30.0)
+    assert one.draw[0].tolist() == draws[4]
+    assert one.draw[1].tolist() != draws[5]
+
+
+# generate
+
+
+def test_generate_is_deterministic_for_a_seed_in_every_cache(turbo):
+    sequences, drafts = generate(turbo, 1)
+    assert len(drafts) == 2
+    assert sequences.shape == (2, 6)
+    static = generate(turbo, 1, cache_implementation="static")
+    for again in (generate(turbo, 1), static):
+        assert torch.equal(again[0], sequences)
+        assert all(map(torch.equal, again[1], drafts))
+    assert not torch.equal(generate(turbo, 2)[0], sequences)
+
+
+def test_first_pass_drafts_are_those_of_the_plain_layers(plain, turbo):
+    """The first canvas comes from torch's generator in both, and an argmax does not depend on the draw."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        assert torch.equal(generate(turbo, seed)[1][0], generate(plain, seed)[1][0])
+
+
+def test_later_calls_use_their_own_settings(turbo):
+    """Stops at once where anything is confident, and never where nothing is; two canvases."""
+    loose = {"stability_threshold": 0, "confidence_threshold": 1e3}
+    assert len(generate(turbo, 1, **loose, max_new_tokens=4, eos_token_id=[95])[1]) == 2
+    assert len(generate(turbo, 1, stability_threshold=0, confidence_threshold=1e-9)[1]) == 2
+    accepting = EntropyBoundSamplerConfig(entropy_bound=1e3)
+    assert not torch.equal(generate(turbo, 1, sampler_config=accepting)[1][1], generate(turbo, 1)[1][1])
+
+
+def test_own_logits_processors_are_obeyed(turbo):
+    class Only7(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: torch.Tensor, cur_step: Any = None) -> torch.Tensor:
+            return torch.full_like(scores, -1e9).index_fill(-1, torch.tensor([7]), 0.0)
+
+    sequences, _ = generate(turbo, 1, logits_processor=LogitsProcessorList([Only7()]))
+    assert (sequences[:, 4:] == 7).all()
+
+
+@pytest.mark.gpu
+def test_turbo_on_a_gpu():
+    """The bundled model in BF16: logits close to the plain layers', the same text for the same seed."""
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    path = find_checkpoint("demo")
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.bfloat16, device_map="cuda").eval()
+    redraft.accelerate(model, "off")
+    ids = torch.tensor([[2, 50, 60, 70, 80]], device="cuda")
+    canvas = torch.randint(0, 200, (1, model.config.canvas_length), device="cuda")
+    with torch.no_grad():
+        plain = model(input_ids=ids, decoder_input_ids=canvas).logits
+        replaced, _ = install(model, "turbo")
+        fused = model(input_ids=ids, decoder_input_ids=canvas).logits
+    assert {"norms", "QKV", "sampling"} < set(replaced)
+    assert float((fused - plain).norm() / plain.norm()) < 0.05
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        texts.append(model.generate(ids, max_new_tokens=64).sequences)
+    assert torch.equal(*texts)
