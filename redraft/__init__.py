@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
 from redraft.errors import CheckpointError, RedraftError, UsageError
+from redraft.registration import watch
 
 if TYPE_CHECKING:
     import torch
@@ -104,3 +105,6 @@ def __getattr__(name: str) -> Any:
 
         return W4Config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+watch()

@@ -81,6 +81,11 @@ def find_checkpoint(model: str | Path) -> Path:
     )
 
 
+def published_label(model: str | Path, path: Path) -> str:
+    """What written files call the model found at `path`: a hub id or the directory's name, no path of this machine."""
+    return path.resolve().name if Path(model).expanduser().is_dir() else str(model)
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -134,12 +139,13 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     """
     raw = read_json(path / "config.json")
     config = ModelConfig.from_dict(raw, str(path / "config.json"))
-    packed = (path / dg_w4a16.META).exists() or any(path.glob(dg_w4a16.EXPERT_FILES))
-    meta = dg_w4a16.read_meta(path) if packed else {}
-    scheme = _read_scheme(path, raw, config)
-    infos = [info for file in _weight_files(path, packed) for info in read_header(file)]
-    text, extras = _sort_tensors(infos)
-    spec = _spec_of(path, meta, config, text) if packed else None
+    quantization = _read_quantization(path, raw)
+    described = _packing_described(path, quantization)
+    scheme = _read_scheme(path, quantization, config)
+    infos = [info for file in _weight_files(path, bool(described)) for info in read_header(file)]
+    fenced = {dg_w4a16.FENCE} if described else set()
+    text, extras = _sort_tensors([info for info in infos if info.numel or info.name not in fenced])
+    spec = _spec_of(path, described, config, text) if described else None
     expected = expected_tensors(config, spec)
     if scheme is not None:
         spec = scheme.spec
@@ -149,7 +155,7 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     settings, notes = _settings(path)
     files = CheckpointFiles(
         path=path,
-        format="compressed-tensors" if scheme else "dg-w4a16-v1" if packed else "bf16",
+        format="compressed-tensors" if scheme else "dg-w4a16-v1" if described else "bf16",
         config=config,
         settings=settings,
         spec=spec,
@@ -161,19 +167,41 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     return files
 
 
-def _read_scheme(path: Path, raw: dict[str, Any], config: ModelConfig) -> compressed_tensors.Scheme | None:
-    """How a compressed-tensors checkpoint is packed; None for others. Other quantisations are refused."""
+def _read_quantization(path: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a configuration, if there is one. Methods that are not read are refused."""
     found = raw.get("quantization_config")
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found
-    where = str(path / "config.json")
-    if method != compressed_tensors.FORMAT:
+    if method not in (dg_w4a16.FORMAT, compressed_tensors.FORMAT):
         raise CheckpointError(
-            f"{where}: quantised with {method!r}, which Redraft does not read; start from the BF16 checkpoint or one "
-            f"in {dg_w4a16.FORMAT} or {compressed_tensors.FORMAT}"
+            f"{path / 'config.json'}: quantised with {method!r}, which Redraft does not read; start from the BF16 "
+            f"checkpoint or one in {dg_w4a16.FORMAT} or {compressed_tensors.FORMAT}"
         )
-    scheme = compressed_tensors.read_scheme(where, found)
+    return dict(found)
+
+
+def _packing_described(path: Path, quantization: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """What describes packed experts, by file name; empty when they are not packed in `dg-w4a16-v1`.
+
+    That is w4_meta.json, config.json, or both: `save_pretrained` of transformers writes the latter only.
+    """
+    described = {}
+    if quantization is not None and quantization["quant_method"] == dg_w4a16.FORMAT:
+        described["config.json"] = quantization
+    if (path / dg_w4a16.META).exists() or (not described and any(path.glob(dg_w4a16.EXPERT_FILES))):
+        described[dg_w4a16.META] = dg_w4a16.read_meta(path)
+    return described
+
+
+def _read_scheme(
+    path: Path, quantization: dict[str, Any] | None, config: ModelConfig
+) -> compressed_tensors.Scheme | None:
+    """How a compressed-tensors checkpoint is packed; None for others."""
+    if quantization is None or quantization["quant_method"] != compressed_tensors.FORMAT:
+        return None
+    where = str(path / "config.json")
+    scheme = compressed_tensors.read_scheme(where, quantization)
     try:
         compressed_tensors.check_fit(config, scheme, where)
     except UsageError as e:
@@ -186,7 +214,7 @@ def _weight_files(path: Path, packed: bool) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors", *experts]
     if (path / INDEX).is_file():
-        return [*_indexed_files(path), *experts]
+        return list(dict.fromkeys([*_indexed_files(path), *experts]))
     loose = sorted(path.glob("model*.safetensors"))
     if loose and packed:
         return [*loose, *experts]
@@ -239,13 +267,20 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
     return text, extras
 
 
-def _spec_of(path: Path, meta: dict[str, Any], config: ModelConfig, text: dict[str, list[TensorInfo]]) -> QuantSpec:
+def _spec_of(
+    path: Path, described: dict[str, dict[str, Any]], config: ModelConfig, text: dict[str, list[TensorInfo]]
+) -> QuantSpec:
     shapes = []
     for name in (packed_name(0, "gu_s"), packed_name(0, "dn_s")):
         if name not in text:
-            raise CheckpointError(f"{path / dg_w4a16.expert_file(0)}: tensor {name} is missing")
+            raise CheckpointError(f"{_expert_place(path, 0)}: tensor {name} is missing")
         shapes.append(text[name][0].shape)
-    return dg_w4a16.infer_spec(path, meta, config, *shapes)
+    return dg_w4a16.infer_spec(path, described, config, *shapes)
+
+
+def _expert_place(path: Path, layer: int) -> Path:
+    """Where a layer's packed experts should be: a file of their own, unless transformers wrote the directory."""
+    return path / dg_w4a16.expert_file(layer) if any(path.glob(dg_w4a16.EXPERT_FILES)) else path
 
 
 def _check_tensors(
@@ -254,7 +289,7 @@ def _check_tensors(
     missing = [name for name in expected if name not in text]
     if missing:
         layer = packed_layer(missing[0])
-        place = path if layer is None else path / dg_w4a16.expert_file(layer)
+        place = path if layer is None else _expert_place(path, layer)
         more = f" ({len(missing) - 1} more are missing too)" if len(missing) > 1 else ""
         raise CheckpointError(f"{place}: tensor {missing[0]} is missing{more}")
     for name, places in text.items():
@@ -431,12 +466,13 @@ def _read_layer(
     plain: dict[str, torch.Tensor | None] = {"v_proj": None}
     for key, (name, _) in layer_tensors(files.config, index).items():
         plain[key] = files.read(name).to(device, dtype)
-    return LayerWeights(**plain, experts=_read_experts(files, index, spec, dtype, device))  # type: ignore[arg-type]
+    return LayerWeights(**plain, experts=read_experts(files, index, spec, dtype, device))  # type: ignore[arg-type]
 
 
-def _read_experts(
+def read_experts(
     files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
 ) -> DenseExperts | PackedExperts:
+    """A layer's experts on `device`: as they are packed, else packed in groups of `spec`, or plain ones in `dtype`."""
     if files.format == "compressed-tensors":
         symmetric = compressed_tensors.tensor_name(index, 0, "gate_proj", "zero_point") not in files.text
         packed = compressed_tensors.read_experts(files.read, files.config, index, symmetric, str(files.path))

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from redraft.checkpoint import CheckpointFiles, Progress, find_checkpoint, open_checkpoint
+from redraft.checkpoint import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, published_label
 from redraft.config import read_json
 from redraft.errors import CheckpointError
 from redraft.names import DECODER, ENCODER, canonical_name, part_of
-from redraft.quant.quantize import _label
-from redraft.quant.rewrite import Made, Part, shards, write_checkpoint
+from redraft.quant.rewrite import SINGLE, Made, Part, shard_name, shards, write_checkpoint
 from redraft.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
 
 CONFIG = "adapter_config.json"
@@ -116,12 +115,14 @@ def merge_lora(
     folder = find_checkpoint(adapter)
     targets = assign(read_adapter(folder), source)
     stored = {**{name: places[0] for name, places in source.text.items()}, **source.extras}
-    parts = [_part(source, {name: stored[name] for name in shard}, targets) for shard in shards(stored)]
+    split = shards(stored)
+    files = [SINGLE] if len(split) == 1 else [shard_name(i, len(split)) for i in range(1, len(split) + 1)]
+    parts = [_part(source, file, infos, targets) for file, infos in zip(files, split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
-    write_checkpoint(source, Path(dst).expanduser().resolve(), parts, identity, overwrite=overwrite, progress=progress)
+    write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
     merged = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
-    label = folder.resolve().name if Path(adapter).expanduser().is_dir() else str(adapter)
-    return MergeReport(_label(base, source), label, merged, _notes(targets))
+    labels = published_label(base, source.path), published_label(adapter, folder)
+    return MergeReport(*labels, merged, _notes(targets))
 
 
 def read_adapter(folder: Path) -> list[Factors]:
@@ -229,14 +230,16 @@ def _check_target_weight(f: Factors, name: str, source: CheckpointFiles) -> None
         raise CheckpointError(f"{f.a}: makes a {list(shape)} update, {stored.name} is {list(stored.shape)}")
 
 
-def _part(source: CheckpointFiles, infos: Mapping[str, TensorInfo], targets: Mapping[str, list[Factors]]) -> Part:
+def _part(
+    source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo], targets: Mapping[str, list[Factors]]
+) -> Part:
     def make() -> Made:
         tensors = {name: source.read(name) for name in infos}
         for name in tensors.keys() & targets.keys():
             tensors[name] = _merge(tensors[name], targets[name][0])
         return tensors, {}
 
-    return Part(sum(info.nbytes for info in infos.values()), make)
+    return Part(file, sum(info.nbytes for info in infos.values()), make)
 
 
 def _merge(weight: torch.Tensor, factors: Factors) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import published_layout, tiny_model, tiny_tokenizer
 
 import redraft.checkpoint as checkpoint
 from redraft.checkpoint import (
@@ -37,6 +37,7 @@ from redraft.tensorfile import read_header
 from redraft.weights import DenseExperts, PackedExperts, iter_tensors, nbytes
 
 SPEC = QuantSpec(16, 8)
+KEPT = "model-00001-of-00001.safetensors"  # all but the experts of a packed directory
 DEC, ENC = "model.decoder.", "model.encoder.language_model."
 Tensors = dict[str, torch.Tensor]
 
@@ -448,9 +449,7 @@ class TestPacked:
     """Directories in dg-w4a16-v1, by this writer and by others."""
 
     def test_minimal_directory_of_another_writer(self, packed_dir: Path, broken_packed: Path):
-        for name in ("manifest.json", "quant_report.json"):
-            (broken_packed / name).unlink()
-        (broken_packed / "w4_meta.json").write_text('{"format": "dg-w4a16-v1"}')
+        published_layout(broken_packed)
         for i in range(3):
             file = broken_packed / f"experts_{i:03d}.safetensors"
             rewrite(broken_packed, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()}, file.name)
@@ -478,6 +477,17 @@ class TestPacked:
         with pytest.raises(CheckpointError, match=r"w4_meta\.json: group_down is 16, but .* means 8"):
             load_checkpoint(broken_packed)
 
+    def test_config_that_contradicts_the_shapes(self, broken_packed: Path):
+        method = {"quant_method": "dg-w4a16-v1", "group_gate_up": 32, "group_down": 8}
+        edit_json(broken_packed / "config.json", quantization_config=method)
+        with pytest.raises(CheckpointError, match=r"config\.json: group_gate_up is 32, but .* means 16"):
+            load_checkpoint(broken_packed)
+
+    def test_plain_experts_called_packed(self, broken: Path):
+        edit_json(broken / "config.json", quantization_config={"quant_method": "dg-w4a16-v1"})
+        with pytest.raises(CheckpointError, match=rf"{broken}: tensor {DEC}layers.0.experts.gu_s is missing"):
+            load_checkpoint(broken)
+
     @pytest.mark.parametrize(
         ("found", "message"),
         [
@@ -492,7 +502,14 @@ class TestPacked:
         with pytest.raises(CheckpointError, match=rf"w4_meta\.json: {message}"):
             load_checkpoint(broken_packed)
 
-    def test_missing_meta(self, broken_packed: Path):
+    def test_missing_meta(self, packed_dir: Path, broken_packed: Path):
+        """What the hub's client fetches for transformers, which asks for what the index names."""
+        (broken_packed / "w4_meta.json").unlink()
+        (broken_packed / "manifest.json").unlink()
+        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+
+    def test_nothing_says_the_format(self, broken_packed: Path):
+        published_layout(broken_packed)
         (broken_packed / "w4_meta.json").unlink()
         with pytest.raises(CheckpointError, match=r"w4_meta\.json: file is missing"):
             load_checkpoint(broken_packed)
@@ -508,8 +525,10 @@ class TestPacked:
 
     @pytest.mark.parametrize("layer", [0, 2])
     def test_missing_experts_file(self, broken_packed: Path, layer: int):
-        (broken_packed / "manifest.json").unlink()
-        (broken_packed / f"experts_{layer:03d}.safetensors").unlink()
+        (broken_packed / f"experts_{layer:03d}.safetensors").rename(broken_packed / "moved")
+        with pytest.raises(CheckpointError, match=rf"experts_{layer:03d}\.safetensors: shard is missing"):
+            load_checkpoint(broken_packed)
+        published_layout(broken_packed)
         message = rf"experts_{layer:03d}\.safetensors: tensor {DEC}layers\.{layer}\.experts\.gu_\w is missing"
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(broken_packed)
@@ -537,7 +556,7 @@ class TestPacked:
             load_checkpoint(broken_packed)
 
     def test_dense_experts_beside_packed_ones(self, broken_packed: Path):
-        rewrite(broken_packed, lambda t: {**t, f"{DEC}layers.0.experts.down_proj": torch.zeros(8, 32, 16)})
+        rewrite(broken_packed, lambda t: {**t, f"{DEC}layers.0.experts.down_proj": torch.zeros(8, 32, 16)}, KEPT)
         with pytest.raises(CheckpointError, match=r"experts\.down_proj belongs to no layer"):
             load_checkpoint(broken_packed)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import string
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,3 +90,14 @@ def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiff
             if "layer_scalar" in name:
                 buffer.fill_(0.8 + 0.3 * float(torch.rand(())))
     return model
+
+
+def published_layout(packed: Path) -> None:
+    """Leave of a directory by `redraft quantize` what `dg-w4a16-v1` asks for, which is all that other writers write."""
+    for name in ("manifest.json", "quant_report.json", "model.safetensors.index.json", "needs_redraft.safetensors"):
+        (packed / name).unlink()
+    (packed / "model-00001-of-00001.safetensors").rename(packed / "model.safetensors")
+    (packed / "w4_meta.json").write_text('{"format": "dg-w4a16-v1"}')
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(config))

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from redraft.cli.options import Device, Json
-from redraft.cli.quantize import _print_report
-from redraft.cli.writing import with_progress
+from redraft.cli.writing import print_report, with_progress
 from redraft.config import check_choice
 
 FORMATS = ("compressed-tensors",)
@@ -54,4 +53,4 @@ def command(
     if json_output:
         print(json.dumps({**report.to_dict(), "symmetric": symmetric, "destination": dst}))
     else:
-        _print_report(report, dst)
+        print_report(report, dst)

@@ -1,16 +1,24 @@
-"""What the commands that write a checkpoint share: the progress bar, and what Ctrl-C leaves behind."""
+"""What the commands that write a checkpoint share: the progress bar, what Ctrl-C leaves behind, the report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from redraft.cli.quantize import Interrupted
+from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
     from redraft.checkpoint import Progress
+    from redraft.quant.report import QuantReport
 
 T = TypeVar("T")
+
+
+class Interrupted(RedraftError):
+    """Ctrl-C, with the way to go on: 128 + SIGINT."""
+
+    exit_code = 130
 
 
 def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
@@ -32,3 +40,23 @@ def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
         raise Interrupted(
             f"interrupted, {dst} was not written; {advice if kept.exists() else 'nothing was kept'}"
         ) from None
+
+
+def print_report(report: QuantReport, dst: str) -> None:
+    """The outcome of packing as tables, and the sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    errors = Table("quantised", "SQNR dB", "relative error", title="Rounding error")
+    for tensor in report.tensors:
+        name = tensor.name.removeprefix("model.decoder.")
+        sqnr = math.inf if tensor.sqnr_db is None else tensor.sqnr_db
+        errors.add_row(name, f"{sqnr:.2f}", f"{tensor.relative_error:.4f}")
+    console.print(errors)
+    kept = Table("kept as it was", "tensors", "MB", "why")
+    for part in report.kept:
+        kept.add_row(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason)
+    console.print(kept)
+    before, after = report.bytes_before, report.bytes_after
+    console.print(f"{dst}: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({before / after:.2f}x smaller)")

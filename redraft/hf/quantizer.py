@@ -11,14 +11,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from redraft.checkpoint import CheckpointFiles, expert_place, open_checkpoint
+from redraft.checkpoint import CheckpointFiles, open_checkpoint, read_experts
 from redraft.config import QuantSpec
 from redraft.errors import UsageError
 from redraft.hf.experts import W4Experts, check_model, layers, set_ties
 from redraft.hf.generation import install
-from redraft.names import expert_names, packed_name
+from redraft.names import packed_name
 from redraft.quant import dg_w4a16
-from redraft.quant.rtn import quantize_experts
 from redraft.weights import PackedExperts
 
 
@@ -43,9 +42,10 @@ class W4Config(QuantizationConfigMixin):
 class W4Quantizer(HfQuantizer):
     """Loads and saves packed experts.
 
-    What `save_pretrained` wrote is loaded by transformers itself, parameter by parameter. From every other directory
-    transformers loads all but the experts, and Redraft's reader adds those layer by layer, packing them when they are
-    BF16: beside the packed model, one layer of unpacked experts exists at a time.
+    Where config.json names the method and an index the expert files, as `redraft quantize` and `save_pretrained` write
+    them, transformers loads the experts itself, parameter by parameter. From every other directory it loads all but
+    the experts, and Redraft's reader adds those layer by layer, packing them when they are BF16: beside the packed
+    model, one layer of unpacked experts exists at a time. In either case the files are checked before.
     """
 
     requires_calibration = False
@@ -62,17 +62,18 @@ class W4Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        config, spec = check_model(model), self.quantization_config.spec()
-        if not self.pre_quantized:
-            self._files = _open_files(checkpoint_files)
-            spec = self._files.spec or spec
-            # transformers must not complain about the experts, which are read afterwards.
-            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-            model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\.(gate_up_proj|down_proj)$"}
+        config, names = check_model(model), checkpoint_files or []
+        files = _open_files(names)
+        spec = files.spec or self.quantization_config.spec()
         spec.check(config)
         self.quantization_config.group_gate_up, self.quantization_config.group_down = dataclasses.astuple(spec)
+        complete = self.pre_quantized and _holds_packed_experts(files, names)
+        self._files = None if complete else files
+        # Read afterwards, or there for a transformers without Redraft: nothing to complain about.
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\."}
         for layer in (layer for pair in layers(model) for layer in pair):
-            layer.experts = W4Experts.empty(config, spec) if self.pre_quantized else W4Experts(config, spec)
+            layer.experts = W4Experts.empty(config, spec) if complete else W4Experts(config, spec)
         set_ties(model)
         return model
 
@@ -81,9 +82,13 @@ class W4Quantizer(HfQuantizer):
         for index, (decoder, encoder) in enumerate(layers(model)):
             if self._files is not None:
                 device = decoder.router.proj.weight.device
-                decoder.experts = W4Experts.holding(
-                    _read_experts(self._files, index, spec, device), config, spec, model.dtype
-                )
+                if device.type == "meta":
+                    raise UsageError(
+                        f"layer {index} is offloaded; packed experts must fit the device their layer runs on"
+                    )
+                packed = read_experts(self._files, index, spec, model.dtype, device)
+                assert isinstance(packed, PackedExperts)  # because of the spec
+                decoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
             decoder.experts.requires_grad_(False).adopt_kernels(model.dtype)
             encoder.experts = decoder.experts
         self._files = None
@@ -92,29 +97,28 @@ class W4Quantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """The state dict with experts as in the file format; None where the model holds them so already."""
-        if model.model.decoder.layers[0].experts.repacked is None:
-            return None, {}
+        """The state dict with experts as in the file format, and the fence that stops a loader without Redraft."""
         state = model.state_dict()
-        for index, (decoder, _) in enumerate(layers(model)):
-            for name, tensor in vars(decoder.experts.packed()).items():
-                state[packed_name(index, name)] = tensor.cpu()
+        if model.model.decoder.layers[0].experts.repacked is not None:
+            for index, (decoder, _) in enumerate(layers(model)):
+                for name, tensor in vars(decoder.experts.packed()).items():
+                    state[packed_name(index, name)] = tensor.cpu()
+        state[dg_w4a16.FENCE] = torch.empty(0, dtype=torch.uint8)
         return state, {}
 
 
-def _open_files(checkpoint_files: list[str] | None) -> CheckpointFiles:
+def _open_files(checkpoint_files: list[str]) -> CheckpointFiles:
     if not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
-        raise UsageError("packing while loading needs a directory or hub id with safetensors; none were found")
+        raise UsageError("packed experts are loaded from a directory or hub id with safetensors; none were found")
     return open_checkpoint(Path(checkpoint_files[0]).parent)
 
 
-def _read_experts(files: CheckpointFiles, layer: int, spec: QuantSpec, device: torch.device) -> PackedExperts:
-    if device.type == "meta":
-        raise UsageError(f"layer {layer} is offloaded; packed experts must fit the device their layer runs on")
-    if files.spec is not None:
-        return PackedExperts(*(files.read(packed_name(layer, name)).to(device) for name in dg_w4a16.PACKED_NAMES))
-    gate_up, down = map(files.read, expert_names(layer))
-    return quantize_experts(gate_up, down, spec, where=expert_place(files, layer), device=device)
+def _holds_packed_experts(files: CheckpointFiles, checkpoint_files: list[str]) -> bool:
+    """Whether the files that transformers reads have the packed experts in them."""
+    read = {Path(file).name for file in checkpoint_files}
+    return files.format == dg_w4a16.FORMAT and all(
+        place.file.name in read for places in files.text.values() for place in places
+    )
 
 
 def mark(model: Any, spec: QuantSpec) -> None:

@@ -1,12 +1,14 @@
 """The file format `dg-w4a16-v1`: names, shapes and `w4_meta.json`. docs/format.md is its description.
 
 A directory holds config.json, generation_config.json, tokenizer files, `w4_meta.json`, every non-expert tensor in
-`model*.safetensors` and one `experts_NNN.safetensors` a layer. `manifest.json` is Redraft's addition: other writers'
-directories lack it and are read all the same.
+`model*.safetensors` and one `experts_NNN.safetensors` a layer. `manifest.json`, an index over all of the tensors and
+`quantization_config` in config.json are Redraft's additions: other writers' directories lack them and are read all the
+same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +23,10 @@ FORMAT = "dg-w4a16-v1"
 META = "w4_meta.json"
 MANIFEST = "manifest.json"
 EXPERT_FILES = "experts_*.safetensors"
+# A tensor of no elements under the name of unpacked experts, in a file that only the index names: transformers without
+# Redraft would warn and leave the experts random, and stops at this size mismatch instead.
+FENCE = "model.decoder.layers.0.experts.gate_up_proj"
+FENCE_FILE = "needs_redraft.safetensors"
 PACKED_NAMES = ("gu_q", "gu_s", "gu_z", "dn_q", "dn_s", "dn_z")
 
 Shape = tuple[int, ...]
@@ -45,6 +51,11 @@ def packed_shapes(config: ModelConfig, spec: QuantSpec) -> dict[str, tuple[str, 
     }
 
 
+def quantization_config(spec: QuantSpec) -> dict[str, Any]:
+    """`quantization_config` for config.json, by which transformers finds the method."""
+    return {"quant_method": FORMAT, **dataclasses.asdict(spec)}
+
+
 def packed_bytes(config: ModelConfig, spec: QuantSpec) -> int:
     """Bytes of one layer's packed experts."""
     return sum(torch.Size(shape).numel() * (1 if d == "U8" else 2) for d, shape in packed_shapes(config, spec).values())
@@ -61,8 +72,10 @@ def read_meta(path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path / META}: format is {found!r}, expected {FORMAT!r}")
 
 
-def infer_spec(path: Path, meta: Mapping[str, Any], config: ModelConfig, gu_s: Shape, dn_s: Shape) -> QuantSpec:
-    """Group sizes from the shapes of one layer's scales; sizes that w4_meta.json names must agree."""
+def infer_spec(
+    path: Path, described: Mapping[str, Mapping[str, Any]], config: ModelConfig, gu_s: Shape, dn_s: Shape
+) -> QuantSpec:
+    """Group sizes from the shapes of one layer's scales; sizes that a description, by file name, has must agree."""
     groups: dict[str, int] = {}
     for key, name, shape, dim in (
         ("group_gate_up", "gu_s", gu_s, config.hidden_size),
@@ -73,10 +86,12 @@ def infer_spec(path: Path, meta: Mapping[str, Any], config: ModelConfig, gu_s: S
                 f"{path}: {name} of shape {list(shape)} does not split {dim} weights into equal groups"
             )
         groups[key] = dim // shape[-1]
-        if meta.get(key, groups[key]) != groups[key]:
-            raise CheckpointError(
-                f"{path / META}: {key} is {meta[key]!r}, but the shape of {name}, {list(shape)}, means {groups[key]}"
-            )
+        for file, says in described.items():
+            if says.get(key, groups[key]) != groups[key]:
+                raise CheckpointError(
+                    f"{path / file}: {key} is {says[key]!r}, but the shape of {name}, {list(shape)}, means "
+                    f"{groups[key]}"
+                )
     try:
         return QuantSpec(**groups)
     except UsageError as e:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from redraft.checkpoint import CheckpointFiles, Progress, expert_place, find_checkpoint, open_checkpoint
+from redraft.checkpoint import (
+    CheckpointFiles,
+    Progress,
+    expert_place,
+    find_checkpoint,
+    open_checkpoint,
+    published_label,
+)
 from redraft.config import read_json
 from redraft.errors import CheckpointError, UsageError
-from redraft.names import PARTS, expert_names, part_of
+from redraft.names import expert_names
 from redraft.quant.compressed_tensors import (
     FORMAT,
     PROJECTIONS,
@@ -23,10 +29,8 @@ from redraft.quant.compressed_tensors import (
     read_experts,
     tensor_name,
 )
-from redraft.quant.quantize import _kept, _label
-from redraft.quant.report import REASONS, Kept, QuantReport, TensorError, tensor_error
-from redraft.quant.rewrite import Made, Part, shards, write_checkpoint
-from redraft.tensorfile import TensorInfo
+from redraft.quant.report import QuantReport, TensorError, kept_tensors, make_report, tensor_error
+from redraft.quant.rewrite import Made, Part, copy_part, shard_name, shards, write_checkpoint
 
 GROUPS = (64, 32)
 
@@ -54,25 +58,27 @@ def export_compressed_tensors(
         raise CheckpointError(f"{source.path}: is already packed ({source.format}); give the BF16 checkpoint")
     scheme = Scheme(group, symmetric)
     check_fit(source.config, scheme, str(source.path))
-    kept = _kept(source)
-    parts = [_layer_part(source, layer, scheme, torch.device(device)) for layer in range(source.config.num_layers)] + [
-        _kept_part(source, {name: kept[name] for name in shard}) for shard in shards(kept)
-    ]
+    layers, kept = source.config.num_layers, shards(kept_tensors(source))
+    names = [shard_name(i, layers + len(kept)) for i in range(1, layers + len(kept) + 1)]
+    parts = [_layer_part(source, names[layer], layer, scheme, torch.device(device)) for layer in range(layers)]
+    parts += [copy_part(source, name, infos) for name, infos in zip(names[layers:], kept, strict=True)]
     config = {**read_json(source.path / "config.json"), "quantization_config": quantization_config(scheme)}
     facts = write_checkpoint(
         source,
-        Path(dst).expanduser().resolve(),
+        Path(dst),
         parts,
         [FORMAT, dataclasses.asdict(scheme)],
-        config=config,
+        describe=lambda _: {"config.json": config},
         overwrite=overwrite,
         progress=progress,
     )
-    errors = [TensorError(**error) for fact in facts for error in fact["errors"]]
-    return _report(source, _label(src, source), scheme, errors, sum(part.bytes for part in parts))
+    errors = [TensorError(**error) for fact in facts for error in fact.get("errors", ())]
+    return make_report(
+        source, published_label(src, source.path), scheme.spec, errors, sum(part.bytes for part in parts)
+    )
 
 
-def _layer_part(source: CheckpointFiles, layer: int, scheme: Scheme, device: torch.device) -> Part:
+def _layer_part(source: CheckpointFiles, file: str, layer: int, scheme: Scheme, device: torch.device) -> Part:
     def make() -> Made:
         gate_up, down = map(source.read, expert_names(layer))
         tensors = _pack_layer(gate_up, down, layer, scheme, expert_place(source, layer), device)
@@ -84,7 +90,7 @@ def _layer_part(source: CheckpointFiles, layer: int, scheme: Scheme, device: tor
         ]
         return tensors, {"errors": [dataclasses.asdict(error) for error in errors]}
 
-    return Part(layer_bytes(source.config, scheme), make)
+    return Part(file, layer_bytes(source.config, scheme), make)
 
 
 def _pack_layer(
@@ -98,27 +104,3 @@ def _pack_layer(
             packed = pack(matrix.to(device), scheme, f"{where}[{expert}].{projection}")
             tensors |= {tensor_name(layer, expert, projection, key): t.cpu() for key, t in packed.items()}
     return tensors
-
-
-def _kept_part(source: CheckpointFiles, infos: Mapping[str, TensorInfo]) -> Part:
-    def make() -> Made:
-        return {name: source.read(name) for name in infos}, {"errors": []}
-
-    return Part(sum(info.nbytes for info in infos.values()), make)
-
-
-def _report(
-    source: CheckpointFiles, label: str, scheme: Scheme, errors: list[TensorError], bytes_after: int
-) -> QuantReport:
-    kept: dict[str, list[int]] = {}
-    for name, info in _kept(source).items():
-        kept.setdefault(part_of(name), []).append(info.nbytes)
-    experts = [places[0].nbytes for name, places in source.text.items() if part_of(name) == "experts"]
-    return QuantReport(
-        source=label,
-        spec=scheme.spec,
-        tensors=errors,
-        kept=[Kept(part, len(kept[part]), sum(kept[part]), REASONS[part]) for part in PARTS if part in kept],
-        bytes_before=sum(experts) + sum(map(sum, kept.values())),
-        bytes_after=bytes_after,
-    )

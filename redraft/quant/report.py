@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from redraft.config import QuantSpec
+from redraft.names import PARTS, part_of
 from redraft.quant.packing import dequantize
+from redraft.tensorfile import TensorInfo
+
+if TYPE_CHECKING:
+    from redraft.checkpoint import CheckpointFiles
 
 REASONS = {
     "embedding": "also the output head; 4-bit noise there raises entropy and costs denoising passes",
@@ -48,7 +53,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class QuantReport:
-    """The outcome of `redraft.quantize`. Bytes count every tensor in the source and in the result."""
+    """The outcome of `redraft.quantize` and of exports. Bytes count every tensor in the source and in the result."""
 
     source: str  # hub id or directory name
     spec: QuantSpec
@@ -74,3 +79,27 @@ def tensor_error(
     if noise == 0.0:
         return TensorError(name, None, 0.0)
     return TensorError(name, 10 * math.log10(signal / noise), math.sqrt(noise / signal))
+
+
+def kept_tensors(source: CheckpointFiles) -> dict[str, TensorInfo]:
+    """Everything that is not quantised, by canonical name: a tied tensor once."""
+    text = {name: places[0] for name, places in source.text.items() if part_of(name) != "experts"}
+    return {**text, **source.extras}
+
+
+def make_report(
+    source: CheckpointFiles, label: str, spec: QuantSpec, errors: list[TensorError], bytes_after: int
+) -> QuantReport:
+    """The report on packing the experts of `source`, which published files call `label`."""
+    kept: dict[str, list[int]] = {}
+    for name, info in kept_tensors(source).items():
+        kept.setdefault(part_of(name), []).append(info.nbytes)
+    experts = [places[0].nbytes for name, places in source.text.items() if part_of(name) == "experts"]
+    return QuantReport(
+        source=label,
+        spec=spec,
+        tensors=errors,
+        kept=[Kept(part, len(kept[part]), sum(kept[part]), REASONS[part]) for part in PARTS if part in kept],
+        bytes_before=sum(experts) + sum(map(sum, kept.values())),
+        bytes_after=bytes_after,
+    )

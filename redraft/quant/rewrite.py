@@ -1,4 +1,7 @@
-"""A checkpoint made from another one, file by file: resumable, under its final name only when complete."""
+"""A checkpoint made from another one, file by file: resumable, under its final name only when complete.
+
+`quantize`, `export` and `merge-lora` all write through here.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +18,59 @@ from safetensors.torch import save_file
 
 from redraft import __version__
 from redraft.checkpoint import INDEX, CheckpointFiles, Progress
+from redraft.errors import UsageError
 from redraft.quant.dg_w4a16 import MANIFEST
-from redraft.quant.quantize import SHARD_BYTES, _check_target, _entry, _side_files
 from redraft.quant.workdir import WorkDir, restore_replaced, write_json
-from redraft.tensorfile import TensorInfo, file_sha256, read_header
+from redraft.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
 
 Facts = dict[str, Any]
 Made = tuple[dict[str, torch.Tensor], Facts]
 
+SHARD_BYTES = 2_000_000_000  # also what is held in memory while it is written; one layer of BF16 experts is 1.5 GB
+SINGLE = "model.safetensors"
+SIDE_FILES = (
+    "config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja",
+    "chat_template.json", "*processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
 _SPARE_BYTES = 1 << 20  # for headers and the JSON files written here
 
 
 @dataclass(frozen=True)
 class Part:
-    """One weight file of the new checkpoint: its size and how its tensors, by canonical name, are made.
+    """One weight file of the new checkpoint: its name, the bytes of its tensors, and how these are made.
 
-    The second thing `make` returns are JSON-ready facts for the report, kept beside the file when work is resumed.
+    `make` returns tensors by canonical name, on the CPU, and JSON-ready facts for the report, which are kept beside
+    the file when work is resumed.
     """
 
+    file: str
     bytes: int
     make: Callable[[], Made]
 
 
-def shards(tensors: Mapping[str, TensorInfo]) -> list[list[str]]:
-    """Names in files of at most SHARD_BYTES, in their order."""
-    files: list[list[str]] = [[]]
+def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
+    """Split into what files of at most SHARD_BYTES hold, in the given order."""
+    files: list[dict[str, TensorInfo]] = [{}]
     size = 0
     for name, info in tensors.items():
         if files[-1] and size + info.nbytes > SHARD_BYTES:
-            files.append([])
+            files.append({})
             size = 0
         size += info.nbytes
-        files[-1].append(name)
+        files[-1][name] = info
     return files
+
+
+def shard_name(number: int, count: int) -> str:
+    """transformers' name of the file `number` of `count`, counted from 1, which an index lists."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def copy_part(source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo]) -> Part:
+    """A part that holds tensors of the source, by canonical name, as they are."""
+    return Part(
+        file, sum(info.nbytes for info in infos.values()), lambda: ({name: source.read(name) for name in infos}, {})
+    )
 
 
 def write_checkpoint(
@@ -56,77 +79,98 @@ def write_checkpoint(
     parts: Sequence[Part],
     identity: object,
     *,
-    config: Mapping[str, Any] | None = None,
+    describe: Callable[[list[Facts]], Mapping[str, Any]] = lambda facts: {},
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Facts]:
     """Write `parts` and the source's other files to the directory `target`; returns the facts of every part.
 
-    config: what to write as config.json instead of the source's. identity: anything JSON-ready that, with the source's
-    weight files, decides the result; a call with the same one goes on where an earlier one was interrupted. Nothing
-    appears under `target` before all of it is complete.
+    A single part must be called SINGLE; several are listed in an index. describe: from the facts, further JSON files
+    by name, which take the place of the source's. identity: anything JSON-ready that, with the source's weight files,
+    decides the result; a call with the same one goes on where an earlier one was interrupted. Whatever stops the work,
+    exceptions of `progress(done, total)` included, leaves nothing under `target` before all of it is complete.
 
     Raises UsageError when `target` cannot be the target, CheckpointError when it cannot be written or is too small.
     """
+    target = target.expanduser().resolve()
     restore_replaced(target)
     _check_target(target, source.path.resolve(), overwrite)
-    names = _file_names(len(parts))
     with WorkDir(target) as work:
-        work.resume(_fingerprint(source, identity), set(names))
-        todo = {name: part for name, part in zip(names, parts, strict=True) if name not in work.records}
-        work.need = sum(part.bytes for part in todo.values()) + _SPARE_BYTES
+        work.resume(_fingerprint(source, identity), {part.file for part in parts})
+        work.need = sum(part.bytes for part in parts if part.file not in work.records) + _SPARE_BYTES
         work.need += sum(file.stat().st_size for file in _side_files(source))
         work.check_space()
-        for count, name in enumerate(names, 1):
-            if name in todo:
-                _write_part(work, name, todo[name])
-                work.need -= todo[name].bytes
+        for count, part in enumerate(parts, 1):
+            if part.file not in work.records:
+                _write_part(work, part)
+                work.need -= part.bytes
             if progress is not None:
-                progress(count, len(names))
-        facts = [work.records[name]["facts"] for name in names]
+                progress(count, len(parts))
+        facts = [work.records[part.file]["facts"] for part in parts]
+        described = describe(facts)
         with work.writing():
-            _write_side_files(work, source, config)
+            _write_side_files(work, source, described)
         work.publish()
     return facts
 
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    if target == source or target in source.parents or source in target.parents:
+        raise UsageError(f"{target}: lies within the source {source} or holds it; choose another directory")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target}: is a file; choose a directory")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{target}: exists and is not empty; choose another directory or ask to overwrite it")
+    if not (target / "config.json").exists():
+        raise UsageError(
+            f"{target}: holds no checkpoint (no config.json), so it is not overwritten; choose another one"
+        )
 
 
 def _fingerprint(source: CheckpointFiles, identity: object) -> str:
+    """Changes with the source's weight files, the identity and the version of the code."""
     infos = [info for places in source.text.values() for info in places] + list(source.extras.values())
     stats = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in {info.file for info in infos})
     return hashlib.sha256(json.dumps([__version__, identity, stats]).encode()).hexdigest()
 
 
-def _write_part(work: WorkDir, name: str, part: Part) -> None:
+def _write_part(work: WorkDir, part: Part) -> None:
     tensors, facts = part.make()
-    path = work.path / name
+    path = work.path / part.file
     with work.writing():
         save_file(tensors, path, metadata={"format": "pt"})
     entries = {info.name: _entry(info, tensors[info.name]) for info in read_header(path)}
-    work.record(name, {"tensors": entries, "facts": facts})
+    work.record(part.file, {"tensors": entries, "facts": facts})
 
 
-def _write_side_files(work: WorkDir, source: CheckpointFiles, config: Mapping[str, Any] | None) -> None:
-    """Copies, config.json, index, and last the manifest over all of it."""
-    others = {file.name for file in _side_files(source)}
-    for name in others:
+def _entry(info: TensorInfo, tensor: torch.Tensor) -> Facts:
+    """A tensor's line in the manifest."""
+    digest = tensor_sha256(tensor)
+    return {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape), "sha256": digest}
+
+
+def _side_files(source: CheckpointFiles) -> set[Path]:
+    return {file for pattern in SIDE_FILES for file in source.path.glob(pattern) if file.is_file()}
+
+
+def _write_side_files(work: WorkDir, source: CheckpointFiles, described: Mapping[str, Any]) -> None:
+    """Everything beside the weights: copies, what is described, index, and last the manifest over all of it."""
+    copied = {file.name for file in _side_files(source)} - described.keys()
+    for name in copied:
         shutil.copyfile(source.path / name, work.path / name)
-    if config is not None:
-        write_json(work.path / "config.json", config)
-    records = sorted(work.records.items())
+    records = sorted(work.records.items())  # a resumed run may have finished them in another order
     tensors = {name: entry for _, record in records for name, entry in record["tensors"].items()}
-    if "model.safetensors" not in work.records:
+    written = dict(described)
+    if SINGLE not in work.records:
         total = sum(info.nbytes for file, _ in records for info in read_header(work.path / file))
         weight_map = {name: entry["file"] for name, entry in tensors.items()}
-        write_json(work.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        others.add(INDEX)
+        written[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, content in written.items():
+        write_json(work.path / name, content)
     files: dict[str, Facts] = {file: {"bytes": record["bytes"]} for file, record in records}
-    for name in sorted(others):
+    for name in sorted(copied | written.keys()):
         path = work.path / name
         files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     write_json(work.path / MANIFEST, {"files": files, "tensors": tensors})

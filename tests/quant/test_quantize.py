@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import redraft.quant.quantize as module
+import redraft.quant.rewrite as rewrite
 from redraft.checkpoint import load_checkpoint, open_checkpoint
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
@@ -28,7 +29,8 @@ from redraft.quant.workdir import partial_path
 from redraft.weights import iter_tensors
 
 SPEC = QuantSpec(16, 8)
-FILES = ["experts_000.safetensors", "experts_001.safetensors", "experts_002.safetensors", "model.safetensors"]
+KEPT, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+FILES = [*(f"experts_00{i}.safetensors" for i in range(3)), KEPT, "needs_redraft.safetensors"]
 
 
 class Stop(Exception):
@@ -73,11 +75,17 @@ class TestResult:
     def test_files(self, tiny_dir: Path, whole: Path):
         copied = {f.name for f in tiny_dir.iterdir() if f.suffix in (".json", ".jinja")}
         assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= copied
-        written = {"w4_meta.json", "quant_report.json", "manifest.json"}
+        written = {"w4_meta.json", "quant_report.json", "manifest.json", INDEX}
         assert {f.name for f in whole.iterdir()} == {*FILES, *copied, *written}
         assert list(whole.parent.iterdir()) == [whole]
-        for name in copied:
+        for name in copied - {"config.json"}:
             assert (whole / name).read_bytes() == (tiny_dir / name).read_bytes()
+
+    def test_config_says_the_method_and_is_else_the_same(self, tiny_dir: Path, whole: Path):
+        config = json.loads((whole / "config.json").read_text())
+        method = {"quant_method": "dg-w4a16-v1", "group_gate_up": 16, "group_down": 8}
+        assert config.pop("quantization_config") == method
+        assert config == json.loads((tiny_dir / "config.json").read_text())
 
     def test_meta(self, whole: Path, tiny_dir: Path):
         meta = json.loads((whole / "w4_meta.json").read_text())
@@ -87,7 +95,7 @@ class TestResult:
     def test_nothing_but_experts_changes(self, tiny_dir: Path, whole: Path):
         """Every other tensor is there bit for bit under its own name, the vision tower included."""
         source = load_file(tiny_dir / "model.safetensors")
-        kept = load_file(whole / "model.safetensors")
+        kept = load_file(whole / KEPT)
         assert kept.keys() == {name for name in source if ".experts." not in name}
         assert sum("vision" in name for name in kept) > 10
         for name, tensor in kept.items():
@@ -106,7 +114,7 @@ class TestResult:
         own = {n: t for n, t in copies.items() if "self_conditioning" not in n and n not in tensors}
         save_file({**tensors, **own, "lm_head.weight": head}, both / "model.safetensors")
         quantize(both, tmp_path / "w4", SPEC)
-        assert contents(tmp_path / "w4")["model.safetensors"] == contents(whole)["model.safetensors"]
+        assert contents(tmp_path / "w4")[KEPT] == contents(whole)[KEPT]
 
     def test_manifest_describes_the_bytes_on_disk(self, whole: Path):
         manifest = json.loads((whole / "manifest.json").read_text())
@@ -140,20 +148,21 @@ class TestResult:
     def test_transformers_can_read_what_was_kept(self, tiny_hf, whole: Path):
         """The published loader's way: load_state_dict of model*.safetensors leaves nothing unexpected."""
         state = tiny_hf.state_dict()
-        for name, tensor in load_file(whole / "model.safetensors").items():
+        for name, tensor in load_file(whole / KEPT).items():
             assert name in state and torch.equal(state[name], tensor)
 
     def test_shards(self, tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(module, "SHARD_BYTES", 40_000)
+        monkeypatch.setattr(rewrite, "SHARD_BYTES", 40_000)
         quantize(tiny_dir, tmp_path / "w4", SPEC)
         shards = sorted((tmp_path / "w4").glob("model-*.safetensors"))
         assert len(shards) > 1 and not (tmp_path / "w4" / "model.safetensors").exists()
         assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
         index = json.loads((tmp_path / "w4" / "model.safetensors.index.json").read_text())
-        held = {name: s.name for s in shards for name in load_file(s)}
+        held = {name: s.name for s in (tmp_path / "w4").glob("*.safetensors") for name in load_file(s)}
         assert index["weight_map"] == held
-        assert held.keys() == load_file(whole / "model.safetensors").keys()
-        assert index["metadata"]["total_size"] == sum(t.nbytes for s in shards for t in load_file(s).values())
+        assert {n for n in held if ".experts." not in n} == load_file(whole / KEPT).keys()
+        everything = [t for s in (tmp_path / "w4").glob("*.safetensors") for t in load_file(s).values()]
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in everything)
         for s in shards:
             sizes = [t.nbytes for t in load_file(s).values()]
             assert sum(sizes) <= 40_000 or len(sizes) == 1
@@ -203,7 +212,7 @@ class TestReport:
 
 class TestResume:
     @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, SystemExit])
-    @pytest.mark.parametrize("after", [1, 2, 4])
+    @pytest.mark.parametrize("after", [1, 2, 5])
     def test_resumes_at_the_next_layer(
         self, tiny_dir: Path, whole: Path, tmp_path: Path, packed_layers: list[int], error: type, after: int
     ):
@@ -216,7 +225,7 @@ class TestResume:
         calls: list[tuple[int, int]] = []
         quantize(tiny_dir, target, SPEC, progress=lambda *call: calls.append(call))
         assert packed_layers == list(range(after, 3))
-        assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert calls == [(i, 5) for i in range(1, 6)]
         assert contents(target) == contents(whole)
         assert list(tmp_path.iterdir()) == [target]
 
@@ -319,7 +328,7 @@ class TestDisk:
         self, tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
     ):
         target = tmp_path / "w4"
-        monkeypatch.setattr(module, "_SPARE_BYTES", 0)
+        monkeypatch.setattr(rewrite, "_SPARE_BYTES", 0)
 
         def save(tensors, path, metadata):
             if path.name == FILES[2]:
@@ -328,7 +337,7 @@ class TestDisk:
             save_file(tensors, path, metadata)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "save_file", save)
+            patch.setattr(rewrite, "save_file", save)
             with pytest.raises(CheckpointError) as caught:
                 quantize(tiny_dir, target, SPEC)
         message = str(caught.value)
@@ -350,7 +359,7 @@ class TestDisk:
 
     def test_disk_too_small_is_found_beforehand(self, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1234))
-        monkeypatch.setattr(module, "save_file", lambda *_, **__: pytest.fail("started to write"))
+        monkeypatch.setattr(rewrite, "save_file", lambda *_, **__: pytest.fail("started to write"))
         with pytest.raises(
             CheckpointError, match=r"the disk is too small: [\d,]+ more bytes are needed, 1,234 are free"
         ):
@@ -361,7 +370,7 @@ class TestDisk:
         def save(*_: object, **__: object) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(module, "save_file", save)
+        monkeypatch.setattr(rewrite, "save_file", save)
         with pytest.raises(CheckpointError, match=r"w4: cannot be written \(Input/output error\)"):
             quantize(tiny_dir, tmp_path / "w4", SPEC)
         assert list(tmp_path.iterdir()) == []
@@ -400,7 +409,7 @@ class TestTarget:
     def test_overwrite_keeps_the_old_one_until_the_end(self, tiny_dir: Path, whole: Path, tmp_path: Path):
         target = Path(shutil.copytree(whole, tmp_path / "w4"))
         with pytest.raises(Stop):
-            quantize(tiny_dir, target, QuantSpec(32, 16), overwrite=True, progress=stop_after(4))
+            quantize(tiny_dir, target, QuantSpec(32, 16), overwrite=True, progress=stop_after(5))
         assert contents(target) == contents(whole)
 
     def test_failed_exchange_puts_the_old_one_back(

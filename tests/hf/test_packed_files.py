@@ -1,0 +1,185 @@
+"""Packed directories between transformers and Redraft: each loads what the other writes, or stops and says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import published_layout, tiny_tokenizer
+from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
+from transformers.quantizers import auto
+
+import redraft
+from redraft.checkpoint import load_checkpoint, open_checkpoint
+from redraft.cli import main
+from redraft.config import QuantSpec
+from redraft.errors import CheckpointError, UsageError
+from redraft.quant.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, quantization_config
+from redraft.weights import iter_tensors
+
+SPEC = QuantSpec(16, 8)
+
+
+@pytest.fixture(scope="module")
+def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "w4"
+    redraft.quantize(tiny_dir, path, SPEC)
+    return path
+
+
+@pytest.fixture
+def copied(packed_dir: Path, tmp_path: Path) -> Path:
+    """A packed directory to change."""
+    return Path(shutil.copytree(packed_dir, tmp_path / "w4"))
+
+
+@pytest.fixture(scope="module")
+def saved_dir(packed_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `save_pretrained` writes of a packed model, with a tokenizer."""
+    path = tmp_path_factory.mktemp("saved")
+    DiffusionGemmaForBlockDiffusion.from_pretrained(packed_dir).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return dict(iter_tensors(load_checkpoint(path, dtype=torch.float32).weights))
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    left, right = stored(a), stored(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]), name
+
+
+def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+
+
+class TestRegistration:
+    @pytest.mark.parametrize("first", ["redraft", "transformers"])
+    def test_import_redraft_is_enough(self, packed_dir: Path, first: str):
+        """In either order, through the auto class, with nothing else imported by name."""
+        imports = ["import redraft", "from transformers import AutoModelForMultimodalLM"]
+        if first == "transformers":
+            # Loaded to the end, which its lazy imports alone are not.
+            imports = [f"{imports[1]}, DiffusionGemmaForBlockDiffusion", imports[0]]
+        load = f"AutoModelForMultimodalLM.from_pretrained({str(packed_dir)!r})"
+        result = in_a_new_process(
+            "\n".join([*imports, f"print(type({load}.model.decoder.layers[0].experts).__name__)"])
+        )
+        assert result.stdout == "W4Experts\n", result.stderr
+
+    def test_without_redraft_loading_stops(
+        self, packed_dir: Path, saved_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ):
+        """transformers alone only warns of a method it does not know; the fence makes it an error."""
+        for table in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+            monkeypatch.delitem(table, FORMAT)
+        for path in (packed_dir, saved_dir):
+            with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                DiffusionGemmaForBlockDiffusion.from_pretrained(path)
+
+    def test_a_transformers_that_does_not_fit_is_left_alone(self):
+        code = """
+import sys, warnings
+sys.modules["redraft.hf"] = None
+import redraft
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from transformers import DiffusionGemmaForBlockDiffusion
+print([str(w.message) for w in caught if "Redraft" in str(w.message)])
+"""
+        result = in_a_new_process(code)
+        assert "packed checkpoints cannot be loaded: Redraft does not fit this transformers" in result.stdout
+
+    def test_configuration_is_what_quantize_writes(self):
+        assert redraft.W4Config(16, 8).to_dict() == quantization_config(SPEC)
+
+
+class TestOursInTransformers:
+    def test_auto_class(self, packed_dir: Path):
+        model = AutoModelForMultimodalLM.from_pretrained(packed_dir)
+        assert isinstance(model, DiffusionGemmaForBlockDiffusion)
+        assert model.config.quantization_config.to_dict() == quantization_config(SPEC)
+
+    def test_files_are_checked_before_loading(self, copied: Path):
+        file = copied / "experts_001.safetensors"
+        file.write_bytes(file.read_bytes()[:-8])
+        with pytest.raises(CheckpointError, match=rf"{file}: cut short within tensor"):
+            DiffusionGemmaForBlockDiffusion.from_pretrained(copied)
+
+    def test_wrong_group_sizes_in_the_configuration(self, copied: Path):
+        config = json.loads((copied / "config.json").read_text())
+        config["quantization_config"]["group_down"] = 16
+        (copied / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"config\.json: group_down is 16, but the shape of dn_s"):
+            DiffusionGemmaForBlockDiffusion.from_pretrained(copied)
+
+    def test_method_named_but_no_index(self, copied: Path, packed_dir: Path, tmp_path: Path):
+        """Published files to whose configuration somebody added the method: transformers does not see the experts."""
+        config = (copied / "config.json").read_text()
+        published_layout(copied)
+        (copied / "config.json").write_text(config)
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained(copied)
+        model.save_pretrained(tmp_path / "saved")
+        assert_same_weights(tmp_path / "saved", packed_dir)
+
+    def test_offloaded_experts_are_refused(self, tiny_dir: Path, tmp_path: Path):
+        with pytest.raises(UsageError, match="is offloaded; packed experts must fit the device"):
+            DiffusionGemmaForBlockDiffusion.from_pretrained(
+                tiny_dir,
+                quantization_config=redraft.W4Config(16, 8),
+                device_map={"": "disk"},
+                offload_folder=str(tmp_path),
+            )
+
+
+class TestTheirsInRedraft:
+    def test_same_weights(self, packed_dir: Path, saved_dir: Path):
+        files = open_checkpoint(saved_dir)
+        assert (files.format, files.spec) == (FORMAT, SPEC)
+        assert not any("experts" in note for note in files.notes)
+        assert_same_weights(saved_dir, packed_dir)
+
+    def test_sharded(self, packed_dir: Path, tmp_path: Path):
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained(packed_dir)
+        model.save_pretrained(tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 3
+        assert_same_weights(tmp_path, packed_dir)
+        again = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path)
+        for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+            assert torch.equal(a, b), name
+
+    def test_generate_and_inspect(self, saved_dir: Path, packed_dir: Path, capsys: pytest.CaptureFixture[str]):
+        texts, sizes = [], []
+        for path in (saved_dir, packed_dir):
+            arguments = ["Hi", "--seed", "3", "--max-new-tokens", "8", "--json"]
+            assert main(["generate", str(path), *arguments]) == 0
+            texts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"])
+            assert main(["inspect", str(path), "--json"]) == 0
+            result = json.loads(capsys.readouterr().out.splitlines()[-1])
+            sizes.append((result["format"], result["spec"], result["parts"]["experts"], result["total"]["bytes"]))
+        assert texts[0] == texts[1] and sizes[0] == sizes[1]
+
+    def test_damage_names_the_place(self, saved_dir: Path, tmp_path: Path):
+        from safetensors.torch import load_file, save_file
+
+        name = "model.decoder.layers.1.experts.dn_s"
+        tensors = load_file(saved_dir / "model.safetensors")
+        shutil.copytree(saved_dir, tmp_path / "w4")
+        del tensors[name]
+        save_file(tensors, tmp_path / "w4" / "model.safetensors", metadata={"format": "pt"})
+        for load in (load_checkpoint, DiffusionGemmaForBlockDiffusion.from_pretrained):
+            with pytest.raises(CheckpointError, match=rf"{tmp_path / 'w4'}: tensor {name} is missing"):
+                load(tmp_path / "w4")
+
+    def test_fence_is_no_weight(self, packed_dir: Path):
+        files = open_checkpoint(packed_dir, verify=True)
+        assert FENCE not in files.text and (packed_dir / FENCE_FILE).stat().st_size < 200
