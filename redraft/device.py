@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from redraft.errors import UsageError
@@ -25,3 +27,15 @@ def pick_device(name: str | None) -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """BF16 on a GPU; fp32 on a CPU, where BF16 is slow or emulated on most machines."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated, None where the system does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

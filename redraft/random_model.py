@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from redraft.config import DecodeSettings, LayerConfig, ModelConfig, QuantSpec, WeightFormat
+from redraft.device import free_memory
 from redraft.errors import RedraftError, UsageError
 from redraft.names import expected_tensors, layer_tensors, shared_tensors
 from redraft.quant.dg_w4a16 import packed_shapes
@@ -241,24 +242,12 @@ def _around(shape: tuple[int, ...], middle: float, spread: float, generator: tor
 
 
 def _check_memory(model: str | Path, needed: int, device: torch.device) -> None:
-    free = _free_memory(device)
+    free = free_memory(device)
     if free is not None and needed > free:
         raise RedraftError(
             f"{model}: the weights take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}; "
             "use another device, a smaller model or weights w4"
         )
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, None where the system does not say."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>")  # ids 0 to 4; the bytes follow

@@ -98,7 +98,7 @@ def test_activations_keep_their_size_through_30_layers(monkeypatch: pytest.Monke
 
 
 def test_too_little_memory_is_said_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_model, "_free_memory", lambda device: 20_000_000_000)
+    monkeypatch.setattr(random_model, "free_memory", lambda device: 20_000_000_000)
     with pytest.raises(RedraftError, match=r"random:26b-a4b: the weights take 50\.5 GB and 20\.0 GB are free on cpu"):
         random_checkpoint("random:26b-a4b", "bf16")
 

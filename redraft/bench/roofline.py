@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redraft.errors import RedraftError, UsageError
 
@@ -72,14 +73,19 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"{path}: a plot is one of {', '.join(PLOT_KINDS)}, by the file's name")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such directory; make it first or plot elsewhere")
+    check_matplotlib("--plot")
+
+
+def check_matplotlib(who: str) -> None:
+    """Raise RedraftError when `who` cannot draw."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise RedraftError("--plot needs matplotlib, which is not installed: pip install 'redraft[plot]'") from None
+        raise RedraftError(f"{who} needs matplotlib, which is not installed: pip install 'redraft[plot]'") from None
 
 
 def plot_roofline(path: Path, roofline: Roofline, points: Sequence[Point], title: str) -> None:
-    """Draw measured limits and every point; the file appears whole or not at all.
+    """Draw measured limits and every point.
 
     Copies, which compute nothing, stand at the left edge, as far below the line as their bandwidth is.
     """
@@ -107,6 +113,13 @@ def plot_roofline(path: Path, roofline: Roofline, points: Sequence[Point], title
         0.02, 0.97, f"measured: {roofline.gbps:,.0f} GB/s, {roofline.tflops:,.1f} TFLOP/s, ridge {roofline.ridge:,.0f}",
         transform=axes.transAxes, va="top",
     )  # fmt: skip
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib, whole or not at all, and close it."""
+    from matplotlib import pyplot
+
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
             partial = Path(file.name)

@@ -132,6 +132,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "redraft": redraft.__version__,
         "torch": torch.__version__,
+        "transformers": _version("transformers"),
         "triton": _version("triton"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,

@@ -33,6 +33,7 @@ COMMANDS = (
     "merge-lora",
     "inspect",
     "eval",
+    "ab",
     "probe",
     "bench",
     "profile",

@@ -79,13 +79,13 @@ def command(
 
 def _results_file(
     out: Path | None, about: dict[str, Any], items: dict[str, Sequence[Item]]
-) -> AbstractContextManager[ResultsFile | None]:
-    from redraft.evaluate.run import ResultsFile, run_id
+) -> AbstractContextManager[ResultsFile[Record] | None]:
+    from redraft.evaluate.run import Record, ResultsFile, run_id
 
     if out is None:
         return nullcontext()
     prompts = {name: [item.prompt for item in its] for name, its in items.items()}
-    return ResultsFile(out, run_id({**about, "prompts": prompts}))
+    return ResultsFile(out, run_id({**about, "prompts": prompts}), Record)
 
 
 def _run(
@@ -95,7 +95,7 @@ def _run(
     seed: int,
     batch_size: int,
     settings: dict[str, Any],
-    file: ResultsFile | None,
+    file: ResultsFile[Record] | None,
 ) -> list[Record]:
     """All records, those of an interrupted run first; each new one goes to the file at once."""
     from rich.progress import Progress

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.statistics import percentile, wilson_interval
@@ -22,6 +22,7 @@ from redraft.evaluate.statistics import percentile, wilson_interval
 if TYPE_CHECKING:
     from redraft.engine import Engine
     from redraft.evaluate.tasks import Item, Task
+    from redraft.events import Result
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Record:
     seconds: float
     answer_seconds: float
     seed: int
+
+
+R = TypeVar("R", bound=Record)
 
 
 def item_seed(seed: int, index: int) -> int:
@@ -73,22 +77,25 @@ def evaluate(
         results = engine.generate_batch([item.prompt for _, item in batch], seed=seeds, **(settings or {}))
         share = (time.perf_counter() - began) / len(batch)
         for (_, item), result in zip(batch, results, strict=True):
-            yield Record(
-                id=item.id,
-                task=task.name,
-                prompt=item.prompt,
-                answer=result.text,
-                expected=item.expected,
-                correct=task.grade(item, result.text, ended=result.finish_reason == "stop"),
-                tokens=len(result.token_ids),
-                forwards=result.forwards,
-                tokens_per_forward=result.tokens_per_forward,
-                steps_per_canvas=list(result.steps_per_canvas),
-                finish_reason=result.finish_reason,
-                seconds=share,
-                answer_seconds=result.seconds,
-                seed=result.seed,
-            )
+            yield Record(**graded(task, item, result), seconds=share, answer_seconds=result.seconds)
+
+
+def graded(task: Task, item: Item, result: Result) -> dict[str, Any]:
+    """A record's fields but for the times: the answer, its grade and what it cost."""
+    return {
+        "id": item.id,
+        "task": task.name,
+        "prompt": item.prompt,
+        "answer": result.text,
+        "expected": item.expected,
+        "correct": task.grade(item, result.text, ended=result.finish_reason == "stop"),
+        "tokens": len(result.token_ids),
+        "forwards": result.forwards,
+        "tokens_per_forward": result.tokens_per_forward,
+        "steps_per_canvas": list(result.steps_per_canvas),
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+    }
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
@@ -125,22 +132,23 @@ def run_id(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class ResultsFile:
-    """Per-item JSON lines. They gather in `<path>.part`, and take the final name when the run is complete.
+class ResultsFile(Generic[R]):
+    """Per-item JSON lines of one kind of record. They gather in `<path>.part`, and take the final name at the end.
 
     Opening it again after an interruption gives the records of the same run in `done`. Raises UsageError when `path`
     is there already or `<path>.part` belongs to another run, RedraftError when a line of it is damaged.
     """
 
-    def __init__(self, path: Path, run: str) -> None:
+    def __init__(self, path: Path, run: str, kind: type[R]) -> None:
         self.path = path
         self.run = run
+        self.kind = kind
         self.part = part_path(path)
         check_target(path)
-        self.done: list[Record] = self._read()
+        self.done: list[R] = self._read()
         self._file = self.part.open("a", encoding="utf-8")
 
-    def append(self, record: Record) -> None:
+    def append(self, record: R) -> None:
         line = json.dumps({**dataclasses.asdict(record), "run": self.run}, ensure_ascii=False)
         self._file.write(line + "\n")
         self._file.flush()
@@ -155,27 +163,35 @@ class ResultsFile:
         if error is None:
             self.part.replace(self.path)
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[R]:
         if not self.part.exists():
             return []
         data = self.part.read_bytes()
-        complete = data[: data.rfind(b"\n") + 1]
-        if len(complete) < len(data):  # the line that was being written when the run ended
-            os.truncate(self.part, len(complete))
-        return [self._parse(line, i) for i, line in enumerate(complete.decode("utf-8", "replace").splitlines(), 1)]
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):  # the line that was being written when the run ended
+            os.truncate(self.part, complete)
+        return read_results(self.part, self.run, self.kind)
 
-    def _parse(self, line: str, number: int) -> Record:
-        try:
-            raw = json.loads(line)
-            run = raw.pop("run")
-            record = Record(**raw)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise RedraftError(f"{self.part}: line {number} is not a result; remove the file to start afresh") from None
-        if run != self.run:
-            raise UsageError(
-                f"{self.part} holds results of another model, seed, task or setting; remove it or choose another file"
-            )
-        return record
+
+def read_results(path: Path, run: str, kind: type[R]) -> list[R]:
+    """The records of a results file. Raises UsageError for another run's, RedraftError for a damaged line."""
+    # Not splitlines(), which also cuts at line separators inside an answer.
+    lines = path.read_bytes().decode("utf-8", "replace").split("\n")
+    return [_parse(line, path, i, run, kind) for i, line in enumerate(lines, 1) if line]
+
+
+def _parse(line: str, path: Path, number: int, run: str, kind: type[R]) -> R:
+    try:
+        raw = json.loads(line)
+        found = raw.pop("run")
+        record = kind(**raw)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise RedraftError(f"{path}: line {number} is not a result; remove the file to start afresh") from None
+    if found != run:
+        raise UsageError(
+            f"{path} holds results of another model, seed, task or setting; remove it or choose another file"
+        )
+    return record
 
 
 def part_path(path: Path) -> Path:

@@ -155,7 +155,7 @@ def test_run_id_depends_on_every_value_and_not_on_their_order() -> None:
 
 def test_results_take_their_name_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    with ResultsFile(path, "run") as file:
+    with ResultsFile(path, "run", Record) as file:
         assert file.done == []
         file.append(record(answer="é\n"))
         assert not path.exists()
@@ -166,12 +166,12 @@ def test_results_take_their_name_when_complete(tmp_path: Path) -> None:
 
 def test_a_line_cut_in_the_middle_is_dropped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    with pytest.raises(KeyboardInterrupt), ResultsFile(path, "run") as file:
+    with pytest.raises(KeyboardInterrupt), ResultsFile(path, "run", Record) as file:
         file.append(record())
         raise KeyboardInterrupt
     with part_path(path).open("a") as part:
         part.write('{"id": "t/1", "ta')
-    with ResultsFile(path, "run") as file:
+    with ResultsFile(path, "run", Record) as file:
         assert file.done == [record()]
         file.append(record(id="t/1"))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["t/0", "t/1"]
@@ -181,11 +181,11 @@ def test_a_damaged_or_foreign_part_is_refused_and_left_alone(tmp_path: Path) -> 
     path = tmp_path / "r.jsonl"
     part_path(path).write_text('{"id": 3}\n')
     with pytest.raises(RedraftError, match=r"r.jsonl.part: line 1 is not a result"):
-        ResultsFile(path, "run")
+        ResultsFile(path, "run", Record)
     assert part_path(path).read_text() == '{"id": 3}\n'
     part_path(path).unlink()
-    with pytest.raises(KeyboardInterrupt), ResultsFile(path, "run") as file:
+    with pytest.raises(KeyboardInterrupt), ResultsFile(path, "run", Record) as file:
         file.append(record())
         raise KeyboardInterrupt
     with pytest.raises(UsageError, match="another model, seed, task or setting"):
-        ResultsFile(path, "other")
+        ResultsFile(path, "other", Record)

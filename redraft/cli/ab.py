@@ -1,0 +1,139 @@
+"""`redraft ab`: the same questions to several forms of a model, side by side in one process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli import options
+from redraft.cli.writing import Interrupted
+
+if TYPE_CHECKING:
+    from redraft.ab.comparison import Comparison
+    from redraft.ab.run import AbRecord, Folder
+
+
+def command(
+    model: options.Model,
+    arms: Annotated[
+        str,
+        typer.Option(
+            "--arms",
+            metavar="A,B,...",
+            help="bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
+            "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline.",
+        ),
+    ] = "bf16,w4",
+    tasks: Annotated[
+        str, typer.Option("--tasks", metavar="NAME,...", help="Tasks of redraft eval, such as gsm8k,humaneval.")
+    ] = "everyday",
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are; without it the hub is asked."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Questions per task, from the first.")] = 50,
+    fixed_steps: Annotated[
+        int | None,
+        typer.Option("--fixed-steps", metavar="N", min=1, help="Exactly N passes for every canvas, no early stop."),
+    ] = None,
+    seed: options.Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="One set of weights at a time, as when memory does not suffice for all."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The report's directory, ab-MODEL by default; resumes what is there."
+        ),
+    ] = None,
+    device: options.Device = None,
+    json_output: options.Json = False,
+) -> None:
+    """Ask several forms of a model the same questions in turn; report speed, accuracy and whether they differ."""
+    from redraft.ab.comparison import Comparison
+    from redraft.ab.run import Folder
+    from redraft.bench.roofline import check_matplotlib
+    from redraft.cli.common import print_json, quiet_libraries
+    from redraft.device import pick_device
+
+    shared = options.decode_settings(seed, max_new_tokens, None, None)
+    check_matplotlib("redraft ab")
+    target = pick_device(device)
+    with quiet_libraries():
+        comparison = Comparison(
+            model, arms, tasks, device=target, data=data, limit=limit, seed=seed, fixed_steps=fixed_steps,
+            shared=shared, in_place=in_place,
+        )  # fmt: skip
+        folder = Folder(out or Path(f"ab-{_slug(model)}"), comparison.identity())
+        records = _answers(comparison, folder)
+        report = comparison.write_report(folder, records)
+    if json_output:
+        print_json(report)
+    else:
+        _print(report, folder.path)
+
+
+def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
+    """All answers: those of a finished folder, or those of an interrupted run and the rest."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from transformers.utils.logging import disable_progress_bar
+
+    from redraft.cli.common import error_console
+
+    disable_progress_bar()
+    finished = folder.finished()
+    if finished is not None:
+        print(f"redraft: note: {folder.path} is complete; its report is written again", file=sys.stderr)
+        return finished
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = error_console()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("loading", total=None)
+            return comparison.run(
+                folder,
+                lambda record, done, total: progress.update(
+                    bar, completed=done, total=total, description=f"{record.arm}: {record.id}"
+                ),
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; answers are kept in {folder.path}, the same command goes on from there"
+        ) from None
+
+
+def _print(report: dict[str, Any], folder: Path) -> None:
+    """The figures over all tasks, a line per arm, and where the rest is."""
+    from redraft.ab.report import order_text, verdict
+    from redraft.cli.tables import table, table_console
+
+    rows = []
+    for arm in report["arms"]:
+        figures = next(reversed(report["results"][arm["name"]].values()))
+        low, high = figures["interval"]
+        rows.append((
+            arm["name"], f"{figures['correct']}/{figures['items']}", f"{100 * low:.1f} to {100 * high:.1f}",
+            f"{figures['tokens_per_second']:.1f}", f"{figures['request_tokens_per_second']:.1f}",
+            f"{figures['steps_per_canvas']['mean']:.2f}", f"{figures['tokens_per_forward']:.2f}",
+            f"{figures['answer_seconds']['p50']:.2f} / {figures['answer_seconds']['p90']:.2f}",
+            f"{figures['peak_bytes'] / 2**30:.2f}",
+        ))  # fmt: skip
+    columns = ("arm", "right", "95 % interval", "tok/s", "tok/s per request", "steps/canvas", "tok/forward")
+    console = table_console()
+    console.print(table((*columns, "answer s p50 / p90", "peak GiB"), rows))
+    for pair in report["comparisons"]:
+        console.print(verdict(pair, report).replace("**", ""), markup=False, soft_wrap=True)
+    if not report["together"]:
+        console.print(order_text(False, report["why_in_place"]), markup=False, soft_wrap=True)
+    console.print(f"{folder / 'report.md'}", markup=False, soft_wrap=True)
+
+
+def _slug(model: str) -> str:
+    """A MODEL argument as a part of a directory's name."""
+    return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"

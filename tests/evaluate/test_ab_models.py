@@ -1,0 +1,161 @@
+"""What answers for an arm: stock transformers untouched, models that share tensors, passes counted right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from redraft.ab.arms import Arm, parse_arms
+from redraft.ab.generate import TransformersEngine, cut, generate_options
+from redraft.ab.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.config import DecodeSettings, QuantSpec
+from redraft.errors import UsageError
+from redraft.hf.experts import W4Experts
+from redraft.random_model import PRESETS, weight_bytes
+
+CPU = torch.device("cpu")
+TINY = "random:tiny"
+
+
+def models_of(text: str, model: str = TINY, in_place: bool = False) -> tuple[Models, list[Arm]]:
+    arms = parse_arms(text, model)
+    files = {arm.model: checkpoint_files(arm.model) for arm in arms}
+    arms = [arm.resolved(stored_packed(files[arm.model])) for arm in arms]
+    return Models(files, CPU, torch.float32, in_place), arms
+
+
+def transformers_model(opened: Any) -> Any:
+    return opened.generate.__self__.model
+
+
+def test_stock_is_transformers_own_generate() -> None:
+    models, (arm, _) = models_of("bf16,w4", "demo")
+    opened = models.open(arm)
+    result = opened.generate("What is the capital of France?", seed=11)
+    wrapped: TransformersEngine = opened.generate.__self__  # type: ignore[attr-defined]
+    stock = DiffusionGemmaForBlockDiffusion.from_pretrained(models.files["demo"].path, dtype=torch.float32)
+    ids = wrapped.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )["input_ids"]  # fmt: skip
+    torch.manual_seed(11)
+    expected = stock.generate(ids)
+    assert type(wrapped.model) is DiffusionGemmaForBlockDiffusion
+    assert "_prepare_sampler" not in vars(wrapped.model)
+    row = expected.sequences[0, ids.shape[1] :].tolist()
+    assert row[: len(result.token_ids)] == result.token_ids
+    assert set(row[len(result.token_ids) :]) <= {0}
+    assert result.tokens_per_forward == pytest.approx(float(expected.tokens_per_forward))
+    assert (result.text, result.finish_reason) == ("The capital of France is Paris.", "stop")
+    assert (result.prompt_tokens, result.forwards, result.canvases) == (ids.shape[1], sum(result.steps_per_canvas), 1)
+
+
+def test_passes_are_counted_per_canvas_and_hooks_are_gone() -> None:
+    models, (arm, _) = models_of("bf16,w4")
+    opened = models.open(arm)
+    settings = {"max_new_tokens": 40, "max_denoising_steps": 5, "stability_threshold": 5, "eos_token_ids": ()}
+    result = opened.generate("abc", seed=1, **settings)
+    assert result.steps_per_canvas == [5, 5, 5]  # canvases of 16
+    assert (len(result.token_ids), result.canvases, result.finish_reason) == (40, 3, "length")
+    model = transformers_model(opened)
+    assert not model.model.encoder._forward_pre_hooks and not model.model.decoder._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["bf16", "w4-off", "engine-w4", "engine-bf16-off"])
+def test_fixed_steps_stop_neither_early_nor_late(name: str) -> None:
+    models, (arm, _) = models_of(f"{name},bf16+entropy_bound=1", "demo")
+    prompt = "What is the capital of France?"  # settles after two passes
+    opened = models.open(arm)
+    assert opened.generate(prompt, seed=0, max_new_tokens=32).steps_per_canvas == [2]
+    fixed = {"max_denoising_steps": 7, "stability_threshold": 7}
+    assert opened.generate(prompt, seed=0, max_new_tokens=32, **fixed).steps_per_canvas == [7]
+
+
+def test_the_w4_model_shares_all_but_the_experts_and_leaves_stock_alone() -> None:
+    models, (bf16, w4, bitexact) = models_of("bf16,w4,w4-bitexact")
+    stock = transformers_model(models.open(bf16))
+    before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
+    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
+    answer = models.open(bf16).generate("abc", **question).token_ids
+    packed, once = (transformers_model(models.open(arm)) for arm in (w4, bitexact))
+    assert stock.model.decoder.layers[0].experts is not packed.model.decoder.layers[0].experts
+    assert packed.model.decoder.layers[0].experts is packed.model.encoder.language_model.layers[0].experts
+    assert isinstance(packed.model.decoder.layers[0].experts, W4Experts)
+    assert packed.model.decoder.layers[0].experts is once.model.decoder.layers[0].experts
+    assert packed.model.decoder.embed_tokens.weight is stock.model.decoder.embed_tokens.weight
+    assert "_prepare_sampler" in vars(once) and "_prepare_sampler" not in vars(packed)
+    after = stock.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert models.open(bf16).generate("abc", **question).token_ids == answer
+    off, exact = (models.open(arm).generate("abc", **question).token_ids for arm in (w4, bitexact))
+    assert off == exact  # one random stream, the same experts
+
+
+def test_a_tier_on_bf16_changes_no_token_and_not_the_stock_model() -> None:
+    models, (stock, once) = models_of("bf16,bf16-bitexact")
+    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
+    answers = [models.open(arm).generate("abc", **question).token_ids for arm in (stock, once, stock)]
+    assert answers[0] == answers[1] == answers[2]
+    assert "_prepare_sampler" not in vars(transformers_model(models.open(stock)))
+
+
+def test_in_place_the_bf16_model_becomes_the_w4_one() -> None:
+    models, (bf16, w4) = models_of("bf16,w4", in_place=True)
+    stock = models.open(bf16)
+    model, size = transformers_model(stock), stock.weight_bytes
+    del stock
+    models.close([w4])
+    packed = models.open(w4)
+    assert transformers_model(packed) is model
+    assert packed.weight_bytes < size
+    apart, (source, fresh) = models_of("bf16,w4")
+    apart.open(source)
+    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
+    assert packed.generate("abc", **question).token_ids == apart.open(fresh).generate("abc", **question).token_ids
+
+
+def test_transformers_and_the_engine_hold_the_same_random_weights() -> None:
+    """transformers' generate and tier bitexact of the engine draw alike, so equal weights give equal tokens."""
+    models, (stock, engine) = models_of("bf16,engine-bf16-bitexact")
+    question = {"seed": 9, "max_new_tokens": 16, "max_denoising_steps": 4}
+    theirs, ours = (models.open(arm).generate("abc def", **question) for arm in (stock, engine))
+    assert theirs.token_ids == ours.token_ids
+    assert (theirs.prompt_tokens, theirs.steps_per_canvas) == (ours.prompt_tokens, ours.steps_per_canvas)
+
+
+def test_random_weights_alone_in_4_bits_are_those_of_the_pair() -> None:
+    (alone, (w4, _)), (pair, (bf16, same)) = models_of("w4,w4-bitexact"), models_of("bf16,w4")
+    pair.open(bf16)
+    packed = [transformers_model(m.open(arm)).model.decoder.layers[1].experts for m, arm in ((alone, w4), (pair, same))]
+    assert all(map(torch.equal, packed[0].parameters(), packed[1].parameters()))
+
+
+def test_needed_memory_counts_shared_tensors_once() -> None:
+    files, config = {TINY: checkpoint_files(TINY)}, PRESETS["tiny"]
+
+    def needed(text: str) -> int:
+        return needed_bytes(parse_arms(text, TINY), files, torch.bfloat16)
+
+    dense, packed = (weight_bytes(config, spec, torch.bfloat16) for spec in (None, QuantSpec()))
+    logits = 16 * 4 * config.canvas_length * config.vocab_size
+    assert needed("engine-bf16,engine-w4") == dense + packed + logits
+    assert needed("w4,turbo") == packed + logits
+    # Half a byte a weight, and two fp16 numbers per group of 128 (gate and up) or 64 (down).
+    e, h, i, layers = config.num_experts, config.hidden_size, config.moe_intermediate_size, config.num_layers
+    experts = layers * e * (2 * i * (h // 2 + 4 * h // 128) + h * (i // 2 + 4 * i // 64))
+    assert needed("bf16,w4,w4-turbo") == dense + experts + logits
+
+
+def test_answers_are_cut_where_ours_are() -> None:
+    settings = DecodeSettings(max_new_tokens=5, eos_token_ids=(1, 4))
+    assert cut([7, 8, 4, 9, 0, 0, 0, 0], settings) == ([7, 8, 4], "stop")
+    assert cut([7, 8, 9, 9, 9, 4, 0, 0], settings) == ([7, 8, 9, 9, 9], "length")
+    assert cut([7, 8], settings) == ([7, 8], "length")
+
+
+def test_a_flat_temperature_is_refused_before_transformers_does() -> None:
+    with pytest.raises(UsageError, match=r"t_max equals t_min \(0.4\)"):
+        generate_options(DecodeSettings(t_min=0.4, t_max=0.4))

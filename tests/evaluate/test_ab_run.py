@@ -1,0 +1,174 @@
+"""The run of a comparison without a network: turns, groups, seeds, warm-up, what a folder keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluate.test_run import Echo
+
+from redraft.ab.arms import Arm, parse_arms
+from redraft.ab.models import Opened
+from redraft.ab.run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups, turns
+from redraft.config import DecodeSettings
+from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.run import item_seed
+from redraft.events import Result
+
+ARMS = [arm.resolved(False) for arm in parse_arms("bf16,w4,turbo", "demo")]
+QUESTIONS = ask([Echo()], 3, seed=5)
+SETTINGS = {arm.name: DecodeSettings() for arm in ARMS}
+
+
+class FakeModels:
+    """Answers every prompt with itself, and keeps a diary."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.diary: list[tuple[str, str, int]] = []
+        self.opened: list[str] = []
+        self.closed = 0
+        self.fail_at = fail_at
+
+    def open(self, arm: Arm) -> Opened:
+        self.opened.append(arm.name)
+
+        def generate(prompt: str, *, seed: int, **settings: Any) -> Result:
+            if len(self.diary) == self.fail_at:
+                raise KeyboardInterrupt
+            self.diary.append((arm.name, prompt, seed))
+            text = f"You said: {prompt}\u2028."  # a separator that splitlines() would cut at
+            return Result(text, [5, 6], 7, 4, 1, 0.5, [4], 0.1, 20.0, "stop", seed, 0)
+
+        return Opened(generate, 100, {"experts": arm.name})
+
+    def close(self, following: Sequence[Arm]) -> None:
+        self.closed += 1
+
+
+def run(models: FakeModels, grouped: list[list[Arm]], done: set[tuple[str, str]] | None = None) -> list[AbRecord]:
+    told: list[str] = []
+    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda arm, how: told.append(arm.name))  # type: ignore[arg-type]
+    result = list(records)
+    assert sorted(told) == sorted(models.opened)
+    return result
+
+
+def test_turns_alternate_so_that_places_balance() -> None:
+    orders = [[arm.name for arm in turns(ARMS, i)] for i in range(4)]
+    assert orders == [["bf16", "w4", "turbo"], ["turbo", "w4", "bf16"]] * 2
+    places = {arm.name: sum(order.index(arm.name) for order in orders) for arm in ARMS}
+    assert len(set(places.values())) == 1
+
+
+def test_arms_that_fit_take_turns_after_a_warm_up_each() -> None:
+    models = FakeModels()
+    records = run(models, groups(ARMS, together=True))
+    warm_up, rest = models.diary[:3], models.diary[3:]
+    assert warm_up == [(name, "0", item_seed(5, 0)) for name in ("bf16", "w4", "turbo")]
+    assert [(r.arm, r.id, r.turn) for r in records[:6]] == [
+        ("bf16", "echo/0", 0), ("w4", "echo/0", 1), ("turbo", "echo/0", 2),
+        ("turbo", "echo/1", 0), ("w4", "echo/1", 1), ("bf16", "echo/1", 2),
+    ]  # fmt: skip
+    assert [(r.arm, r.prompt, r.seed) for r in records] == rest  # the warm-up is in no record
+    assert all(seed == item_seed(5, int(prompt)) for _, prompt, seed in rest)
+    assert models.closed == 1
+
+
+def test_arms_that_do_not_fit_answer_one_after_the_other() -> None:
+    models = FakeModels()
+    grouped = groups([ARMS[1], ARMS[2], ARMS[0]], together=False)
+    assert [[arm.name for arm in group] for group in grouped] == [["bf16"], ["w4", "turbo"]]
+    records = run(models, grouped)
+    assert [r.arm for r in records[:4]] == ["bf16", "bf16", "bf16", "w4"]
+    assert models.opened == ["bf16", "w4", "turbo"]
+
+
+def test_what_is_done_is_neither_asked_nor_loaded() -> None:
+    models = FakeModels()
+    done = {("bf16", q.item.id) for q in QUESTIONS} | {("w4", "echo/0"), ("turbo", "echo/2")}
+    records = run(models, groups(ARMS, together=False), done)
+    assert models.opened == ["w4", "turbo"]
+    assert [(r.arm, r.id) for r in records] == [
+        ("turbo", "echo/0"), ("turbo", "echo/1"), ("w4", "echo/1"), ("w4", "echo/2")
+    ]  # fmt: skip
+
+
+IDENTITY = {"model": "demo", "limit": 3, "settings": {"w4": {"entropy_bound": 0.1}}}
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "ab"
+    first = Folder(path, IDENTITY)
+    first.note(probe={"gbps": 1})
+    grouped = groups(ARMS, together=True)
+    with pytest.raises(KeyboardInterrupt), first.results_file() as file:
+        for record in answer_all(FakeModels(3 + 4), grouped, QUESTIONS, SETTINGS, set(), lambda *_: None):  # type: ignore[arg-type]
+            file.append(record)
+    part = path / "items.jsonl.part"
+    part.write_bytes(part.read_bytes()[:-20])  # the power went while the last line was written
+    again = Folder(path, IDENTITY)
+    assert again.facts == {"probe": {"gbps": 1}}
+    assert again.finished() is None
+    with again.results_file() as file:
+        done = {(r.arm, r.id) for r in file.done}
+        assert len(done) == 3
+        for record in run(FakeModels(), grouped, done):
+            file.append(record)
+    records = Folder(path, IDENTITY).finished()
+    assert records is not None and len(records) == 9
+    assert len({(r.arm, r.id) for r in records}) == 9
+    assert all(r.answer == f"You said: {r.prompt}\u2028." for r in records)
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limit": 4}, "limit is 3 there and 4 now"),
+        ({"settings": {"w4": {"entropy_bound": 0.2}}}, "settings.w4.entropy_bound is 0.1 there and 0.2 now"),
+        ({"fixed_steps": 4}, "fixed_steps is None there and 4 now"),
+    ],
+)
+def test_another_comparison_is_refused_by_what_differs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    Folder(tmp_path / "ab", IDENTITY).note(about={})
+    with pytest.raises(UsageError, match=message):
+        Folder(tmp_path / "ab", {**IDENTITY, **changes})
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(UsageError, match="holds other files"):
+        Folder(tmp_path, IDENTITY)
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "ab", IDENTITY)
+    folder.note(about={})
+    (folder.path / "items.jsonl.part").write_text(json.dumps({"run": folder.run}) + "\n")
+    with pytest.raises(RedraftError, match="line 1 is not a result"):
+        folder.results_file()
+
+
+def test_questions_are_told_apart() -> None:
+    assert fingerprint(QUESTIONS) == fingerprint(ask([Echo()], 3, seed=5))
+    assert fingerprint(QUESTIONS) != fingerprint(ask([Echo()], 3, seed=6))
+    assert fingerprint(QUESTIONS) != fingerprint(QUESTIONS[:2])
+
+
+def test_settings_of_an_arm() -> None:
+    base = DecodeSettings(eos_token_ids=(1, 4))
+    arm = parse_arms("w4+entropy_bound=0.5,bf16", "demo")[0]
+    mine = arm_settings(arm, base, {"max_new_tokens": 64}, fixed_steps=9, endless=False)
+    assert (mine.entropy_bound, mine.max_new_tokens, mine.eos_token_ids) == (0.5, 64, (1, 4))
+    # Nine equal canvases before the present one cannot come together in nine passes.
+    assert (mine.max_denoising_steps, mine.stability_threshold) == (9, 9)
+    assert arm_settings(arm, base, {}, None, endless=True).eos_token_ids == ()
+    clash = parse_arms("bf16,w4+max_denoising_steps=5", "demo")[1]
+    with pytest.raises(UsageError, match="max_denoising_steps has no meaning with --fixed-steps"):
+        arm_settings(clash, base, {}, fixed_steps=9, endless=False)
