@@ -36,6 +36,7 @@ COMMANDS = (
     "ab",
     "probe",
     "bench",
+    "compare-ar",
     "profile",
     "tune",
 )

@@ -1,0 +1,194 @@
+"""Diffusion against autoregressive decoding: what is counted, what is timed, what is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import redraft
+from redraft.bench import compare_ar as comparing
+from redraft.bench.answer_work import (
+    Routes,
+    autoregressive_work,
+    denoise_passes,
+    diffusion_work,
+    expert_bytes,
+    step_work,
+)
+from redraft.bench.compare_ar import AUTOREGRESSIVE, OWN_STOP, SizeResult, batches_of, compare_ar, plot_comparison
+from redraft.bench.probe import Probe
+from redraft.bench.roofline import Roofline, Work
+from redraft.bench.work import encode_work, pass_work
+from redraft.config import QuantSpec
+from redraft.engine import Engine
+from redraft.errors import RedraftError
+from redraft.random_model import PRESETS
+
+LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
+REAL = PRESETS["26b-a4b"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return redraft.load("random:tiny", device="cpu")
+
+
+def test_passes_of_a_batch() -> None:
+    """Two requests of 2 and 3 passes on their first canvas; only the first has a second, of 1 pass."""
+    prompts, steps = [10, 20], [[2, 1], [3]]
+    assert denoise_passes(prompts, steps, 16, lockstep=False) == [[10, 20], [10, 20], [26, 20]]
+    assert denoise_passes(prompts, steps, 16, lockstep=True) == [[10, 20], [10, 20], [20], [26]]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_work_of_diffusion(lockstep: bool) -> None:
+    config, spec = PRESETS["tiny"], QuantSpec()
+    work, passes = diffusion_work(config, spec, 2, [10, 10], [[2, 1], [2, 1]], lockstep)
+    first, second = (
+        sum(pass_work(config, spec, 2, 2, prefix).values(), Work(0, 0)) for prefix in (10, 10 + config.canvas_length)
+    )
+    commit = encode_work(config, spec, 2, config.canvas_length)
+    assert passes == 3
+    assert work.flops == 2 * first.flops + second.flops + 2 * commit.flops
+    assert work.bytes == 2 * first.bytes + second.bytes + (1 if lockstep else 2) * commit.bytes
+
+
+def test_a_step_at_the_real_shapes() -> None:
+    """By hand, one token after 1,024, W4: 8 of 128 experts in 30 layers, everything dense once, and the stored keys."""
+    spec = QuantSpec()
+    work = step_work(REAL, spec, 2, batch=1, prefix=1024, experts=8 * 30)
+    experts = 8 * 30 * 3 * 2816 * 704 * (0.5 + 4 * (2 / 128 + 1 / 64) / 3)
+    assert expert_bytes(REAL, spec, 2) * 240 == pytest.approx(experts)
+    assert expert_bytes(REAL, None, 2) == 3 * 2816 * 704 * 2
+    dense = 30 * 3 * 2816 * 2112 * 2
+    attention = 25 * 2816 * 256 * (32 + 16) * 2 + 5 * 2816 * 512 * (32 + 2) * 2
+    keys = 25 * 2 * 1023 * 8 * 256 * 2 + 5 * 2 * 1024 * 2 * 512 * 2
+    head = 262_144 * 2816 * 2
+    assert work.bytes == pytest.approx(experts + dense + attention + keys + head, rel=0.02)
+    products = 30 * 8 * 6 * 2816 * 704 + dense + attention + head + 30 * 2 * 128 * 2816
+    scores = 25 * 4 * 16 * 256 * 1024 + 5 * 4 * 16 * 512 * 1025
+    assert work.flops == pytest.approx(products + scores, rel=0.002)
+    more = step_work(REAL, spec, 2, batch=1, prefix=1024, experts=8 * 30 + 10)
+    assert more.bytes - work.bytes == pytest.approx(10 * expert_bytes(REAL, spec, 2))
+
+
+def test_work_of_an_answer_is_that_of_its_steps() -> None:
+    """Answers of 2 and 1 tokens to prompts of 9 and 5: a step of two rows over 8 and 4, and one of a row over 9."""
+    config, spec = PRESETS["tiny"], QuantSpec()
+    work = autoregressive_work(config, spec, 2, [9, 5], [2, 1], [7, 4])
+    assert work == step_work(config, spec, 2, 2, 6, 7) + step_work(config, spec, 2, 1, 9, 4)
+
+
+def test_experts_are_counted_from_their_routing(engine: Engine) -> None:
+    """Against the routing of the very steps, and for a batch the union of its rows."""
+    routes, prompts, answers = Routes(engine.model), [[5, 6, 7], [40] * 9], [[11, 12, 13], [200, 1]]
+    singles = [routes.experts_per_step([p], [a]) for p, a in zip(prompts, answers, strict=True)]
+    assert singles == [[4, 4, 4], [4, 4]]  # two of eight, in two layers
+    together = routes.experts_per_step(prompts, answers)
+    assert len(together) == 3 and together[2] == 4
+    visits = [routes._visits(p, a) for p, a in zip(prompts, answers, strict=True)]
+    assert together[:2] == [int((visits[0][:, t] | visits[1][:, t]).sum()) for t in range(2)]
+    # One step alone routes like the pass over everything.
+    from redraft.cache import KVArena
+
+    arena = KVArena(engine.config, 1, 8, engine.dtype, engine.device)
+    routes.encode(torch.tensor([prompts[0]]), arena)
+    routes._chosen = []
+    routes.encode(torch.tensor([[11]]), arena)
+    chosen = torch.stack(routes._chosen)[:, 0]
+    assert [row.nonzero()[:, 0].tolist() for row in visits[0][:, 1]] == [sorted(row) for row in chosen.tolist()]
+
+
+def _compare(engine: Engine, sizes: tuple[int, ...], prompts: list[list[int]], seen: list[str]) -> list[SizeResult]:
+    settings = engine.settings.replace(max_new_tokens=20, eos_token_ids=(), max_denoising_steps=5)
+    return list(
+        compare_ar(
+            engine, LIMITS, prompts, sizes=sizes, fixed_passes=(2,), settings=settings, seed=3, progress=seen.append
+        )
+    )  # fmt: skip
+
+
+def test_the_comparison(engine: Engine) -> None:
+    """Two canvases of 16 for 20 tokens; the same answers at every batch size; every figure from the counts."""
+    prompts, seen = [list(range(10 + i, 30 + 2 * i)) for i in range(4)], []
+    results = _compare(engine, (1, 4), prompts, seen)
+    assert len(seen) == batches_of(4, (1, 4), 3) == (4 + 3) * 3
+    assert seen[:6] == [
+        AUTOREGRESSIVE,
+        "diffusion, 2 passes",
+        OWN_STOP,
+        "diffusion, 2 passes",
+        OWN_STOP,
+        AUTOREGRESSIVE,
+    ]
+    one, four = ({arm.name: arm for arm in result.arms} for result in results)
+    for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP):
+        alone = [answer for run in one[name].runs for answer in run.answers]
+        assert [run.answers for run in four[name].runs] == [alone] * 3
+        assert {len(answer) for answer in alone} == {20}
+    autoregressive, fixed, own = (four[name].to_dict() for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP))
+    assert (autoregressive["tokens_per_forward"], autoregressive["passes"]) == (1.0, 3 * 20)
+    assert (fixed["tokens_per_forward"], fixed["passes"]) == (5.0, 3 * 4)
+    tokens = sum(token != 0 for run in four[OWN_STOP].runs for answer in run.answers for token in answer)
+    assert 3 * 4 * 20 > tokens > 3 * 4 * 18, "noise has padding in it, which is not counted"
+    assert (own["tokens_per_forward"], own["passes"]) == (tokens / (3 * 4 * 10), 3 * 10)
+    assert 2 < autoregressive["experts_per_layer"] <= 8 and one[AUTOREGRESSIVE].experts_per_layer == 2
+    assert own["experts_per_layer"] is None
+    run = four[AUTOREGRESSIVE].runs[0]
+    seconds = sum(r.seconds for r in four[AUTOREGRESSIVE].runs)
+    assert autoregressive["tokens_per_second"] == pytest.approx(3 * 4 * 20 / seconds)
+    assert autoregressive["ms_per_token"] == pytest.approx(1e3 * seconds / 3 / 20)
+    assert autoregressive["bytes_per_token"] == pytest.approx(run.work.bytes / 80)
+    decoding = seconds - sum(four[AUTOREGRESSIVE].prompt_seconds)
+    assert autoregressive["gbps"] == pytest.approx(3 * run.work.bytes / decoding / 1e9)
+    assert autoregressive["share_of_bandwidth"] == pytest.approx(autoregressive["gbps"] / 100)
+    assert autoregressive["share_of_matmul"] == pytest.approx(autoregressive["tflops"] / 0.5)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RedraftError("needs 9 GiB")])
+def test_sizes_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    class Limited(comparing._Comparison):
+        def __init__(self, engine: Engine, routes: Routes, prompts: Any, size: int, *rest: Any):
+            if size > 1:
+                raise error
+            super().__init__(engine, routes, prompts, size, *rest)
+
+    monkeypatch.setattr(comparing, "_Comparison", Limited)
+    rows = [result.to_dict() for result in _compare(engine, (1, 2, 4), [[5, 6]] * 4, [])]
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert rows[1] == {"batch": 2, "error": "needs 9 GiB" if "needs" in str(error) else "out of memory"}
+
+
+def test_plot(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(comparing, "LEAST_BATCHES", 1)
+    results = [*_compare(engine, (1, 2), [[5, 6]] * 2, []), SizeResult(4, [], "out of memory")]
+    plot_comparison(tmp_path / "scaling.png", results, Roofline(100, 0.5), "a test")
+    assert [p.name for p in tmp_path.iterdir()] == ["scaling.png"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+@pytest.mark.gpu
+def test_the_comparison_on_fused_passes() -> None:
+    """Graphs, shared slots and batches of several sizes on a GPU: the same counts as on a CPU."""
+    engine = redraft.load("random:demo", device="cuda")
+    assert engine.fused is not None
+    settings = engine.settings.replace(max_new_tokens=100, eos_token_ids=(), max_denoising_steps=6)
+    prompts = torch.randint(1280, (16, 70), generator=torch.Generator().manual_seed(0)).tolist()
+    results = list(
+        compare_ar(
+            engine, LIMITS, prompts, sizes=(1, 2, 4, 8, 16), fixed_passes=(3,), settings=settings, seed=0,
+            progress=lambda name: None,
+        )
+    )  # fmt: skip
+    assert [result.error for result in results] == [None] * 5
+    for result in results:
+        arms = {arm.name: arm.to_dict() for arm in result.arms}
+        assert arms[AUTOREGRESSIVE]["tokens_per_forward"] == pytest.approx(1, abs=0.02)  # a pad token now and then
+        assert arms[AUTOREGRESSIVE]["tokens_per_answer"] == pytest.approx(100, abs=2)
+        assert arms["diffusion, 3 passes"]["passes"] == 6 * len(result.arms[1].runs)
+        assert arms[OWN_STOP]["passes"] == 12 * len(result.arms[2].runs)
+        assert all(arm["ms_per_pass"] > 0 for arm in arms.values())
