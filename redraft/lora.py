@@ -5,7 +5,8 @@ their own r and alpha (LoRA: arXiv 2106.09685; rank-stabilised: arXiv 2312.03732
 
 Encoder and decoder share their text weights, but PEFT adapts modules, not weights, so an adapter may name a layer on
 either side or on both. Named on both, the factors must be equal: two different sums do not fit into one weight. Named
-on one, they are merged into the weight that both use, as PEFT's own `merge_and_unload` does, and the report says so.
+on one, the update fits too, but the side that was left alone would be changed with it, which nobody trained: that is
+refused unless it is asked for.
 """
 
 from __future__ import annotations
@@ -98,14 +99,16 @@ def merge_lora(
     adapter: str | Path,
     dst: str | Path,
     *,
+    both_sides: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write the BF16 checkpoint `base` with the PEFT adapter `adapter` merged to the directory `dst`.
 
     Both are directories or hub ids. Everything the adapter does not name is kept bit for bit; the report lists what was
-    changed. Resumes and replaces like `quantize`. Raises CheckpointError naming file and field or tensor when anything
-    of the adapter cannot be merged, UsageError when `dst` cannot be the target.
+    changed. both_sides: merge what is named on one side only into the weight that encoder and decoder share. Resumes
+    and replaces like `quantize`. Raises CheckpointError naming file and field or tensor when anything of the adapter
+    cannot be merged, UsageError when `dst` cannot be the target.
     """
     source = open_checkpoint(find_checkpoint(base))
     if source.spec is not None:
@@ -113,8 +116,15 @@ def merge_lora(
             f"{source.path}: is packed ({source.format}); merge into the BF16 checkpoint, then quantise the result"
         )
     folder = find_checkpoint(adapter)
-    targets = assign(read_adapter(folder), source)
     stored = {**{name: places[0] for name, places in source.text.items()}, **source.extras}
+    shapes = {name: info.shape for name, info in stored.items()}
+    targets = assign(read_adapter(folder), shapes, str(source.path))
+    sentences = one_sided(targets)
+    if sentences and not both_sides:
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: {sentences[0]}; train it with the same factors on both sides, or merge into the "
+            "shared weights all the same with --both-sides"
+        )
     split = shards(stored)
     files = [SINGLE] if len(split) == 1 else [shard_name(i, len(split)) for i in range(1, len(split) + 1)]
     parts = [_part(source, file, infos, targets) for file, infos in zip(files, split, strict=True)]
@@ -122,7 +132,7 @@ def merge_lora(
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
     merged = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
     labels = published_label(base, source.path), published_label(adapter, folder)
-    return MergeReport(*labels, merged, _notes(targets))
+    return MergeReport(*labels, merged, sentences)
 
 
 def read_adapter(folder: Path) -> list[Factors]:
@@ -199,35 +209,31 @@ def _setting(file: Path, config: Mapping[str, Any], patterns: str, default: str,
     return value
 
 
-def assign(factors: list[Factors], source: CheckpointFiles) -> dict[str, list[Factors]]:
+def assign(factors: list[Factors], shapes: Mapping[str, tuple[int, ...]], model: str) -> dict[str, list[Factors]]:
     """Canonical tensor name -> the factors merged into it: one, or two equal ones for a weight named on both sides.
 
-    Raises CheckpointError naming a module that is no Linear of the checkpoint, whose shape does not fit, or whose
-    factors differ between encoder and decoder.
+    `shapes` are those of the model's weights, by canonical name, and `model` what errors call it. Raises
+    CheckpointError naming a module that is no Linear of it, whose shape does not fit, or whose factors differ between
+    encoder and decoder.
     """
     targets: dict[str, list[Factors]] = {}
     for f in factors:
         name = canonical_name(f"{f.module}.weight")
-        _check_target_weight(f, name, source)
+        if name not in shapes:
+            raise CheckpointError(f"{f.a}: {f.module} is not a Linear layer of {model}")
+        if part_of(name) == "embedding":
+            raise CheckpointError(f"{f.a}: {f.module} is the tied embedding, which cannot be merged as a Linear layer")
+        shape = (f.b.shape[0], f.a.shape[1])
+        if shapes[name] != shape:
+            raise CheckpointError(f"{f.a}: makes a {list(shape)} update, {name} is {list(shapes[name])}")
         others = targets.setdefault(name, [])
         if others and not f.equals(others[0]):
             raise CheckpointError(
                 f"{f.a.file}: the LoRA of {f.module} differs from that of {others[0].module}, but both change one tied "
-                "weight; an adapter can be merged when both sides have the same factors or one side has none"
+                "weight; an adapter can be merged when both sides have the same factors"
             )
         others.append(f)
     return targets
-
-
-def _check_target_weight(f: Factors, name: str, source: CheckpointFiles) -> None:
-    stored = source.text[name][0] if name in source.text else source.extras.get(name)
-    if stored is None:
-        raise CheckpointError(f"{f.a}: {f.module} is not a Linear layer of {source.path}")
-    if part_of(name) == "embedding":
-        raise CheckpointError(f"{f.a}: {f.module} is the tied embedding, which cannot be merged as a Linear layer")
-    shape = (f.b.shape[0], f.a.shape[1])
-    if stored.shape != shape:
-        raise CheckpointError(f"{f.a}: makes a {list(shape)} update, {stored.name} is {list(stored.shape)}")
 
 
 def _part(
@@ -236,31 +242,35 @@ def _part(
     def make() -> Made:
         tensors = {name: source.read(name) for name in infos}
         for name in tensors.keys() & targets.keys():
-            tensors[name] = _merge(tensors[name], targets[name][0])
+            tensors[name] = merge(tensors[name], targets[name][0])
         return tensors, {}
 
     return Part(file, sum(info.nbytes for info in infos.values()), make)
 
 
-def _merge(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
-    merged = (weight.float() + factors.delta()).to(weight.dtype)
+def merge(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """W + B A * scale, summed in fp32, in the dtype and on the device of `weight`.
+
+    Raises CheckpointError when the result is not finite.
+    """
+    merged = (weight.float() + factors.delta().to(weight.device)).to(weight.dtype)
     if not bool(torch.isfinite(merged).all()):
         raise CheckpointError(f"{factors.a}: the merged weight is not finite in {weight.dtype}; the adapter is damaged")
     return merged
 
 
-def _notes(targets: Mapping[str, list[Factors]]) -> list[str]:
-    """What changes beyond the modules that the adapter names."""
-    notes = []
+def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
+    """What merging changes beyond the modules that the adapter names, a sentence for each side."""
+    sentences = []
     for prefix, side, other in ((ENCODER, "encoder", "decoder"), (DECODER, "decoder", "encoder")):
         shared = [name for name, (f, *more) in targets.items() if not more and _full(f.module).startswith(prefix)]
         shared = [name for name in shared if name.startswith(f"{DECODER}layers.")]
         if shared:
-            notes.append(
+            sentences.append(
                 f"{len(shared)} weights are named on the {side}'s side only, {shared[0]} among them; they are tied, so "
-                f"the {other} now uses the merged weights too, which it does not with the adapter unmerged in PEFT"
+                f"merging changes the {other} too, which the unmerged adapter leaves as it was"
             )
-    return notes
+    return sentences
 
 
 def _full(module: str) -> str:

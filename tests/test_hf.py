@@ -16,7 +16,7 @@ import pytest
 import torch
 from parity import EXCUSED_MARGIN, _Drafts
 from safetensors import safe_open
-from tiny import published_layout, tiny_model
+from tiny import dequantized, published_layout, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSampler,
@@ -32,22 +32,11 @@ from redraft.hf import inplace
 from redraft.hf.experts import W4Experts, unpack_words
 from redraft.kernels.experts import repack, run_experts
 from redraft.quant.dg_w4a16 import FENCE, PACKED_NAMES
-from redraft.quant.packing import dequantize
 from redraft.quant.rtn import quantize_experts
 from redraft.weights import iter_tensors
 
 SPEC = QuantSpec(16, 8)  # groups that divide the tiny model's shapes
 LOSSLESS = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
-
-
-def dequantized(model: Any, packed: Any) -> Any:
-    """`model` with its experts replaced by the values that `packed` holds in 4 bits."""
-    with torch.no_grad():
-        for dense, layer in zip(model.model.decoder.layers, packed.model.decoder.layers, strict=True):
-            w = layer.experts.packed()
-            dense.experts.gate_up_proj.copy_(dequantize(w.gu_q, w.gu_s, w.gu_z))
-            dense.experts.down_proj.copy_(dequantize(w.dn_q, w.dn_s, w.dn_z))
-    return model
 
 
 @pytest.fixture(scope="module")

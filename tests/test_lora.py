@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import DECODER, ENCODER, PROMPT, inputs, peft_model, reference_logits
 from safetensors.torch import load_file, save_file
 from tiny import CANVAS, VOCAB, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -26,12 +27,7 @@ from redraft.names import canonical_name
 from redraft.quant.quantize import quantize
 from redraft.quant.workdir import partial_path
 
-DECODER, ENCODER = "model.decoder.", "model.encoder.language_model."
 Q = "layers.0.self_attn.q_proj"
-PROMPT = 20
-# Which modules of a layer are adapted, and those only the decoder has.
-LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|router\.proj)"
-TARGETS = rf"model\.(decoder|encoder\.language_model)\.{LAYER}|model\.decoder\.self_conditioning\.\w+_proj"
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -67,28 +63,6 @@ def bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def peft_model(path: Path, sides: str = "both", **settings: Any):
-    """transformers' model of a checkpoint under a random adapter; sides "both" gets the same factors on both."""
-    peft = pytest.importorskip("peft")
-    targets = {"both": TARGETS, "decoder": rf"model\.decoder\.{LAYER}", "encoder": rf"model\.encoder\.lang.*\.{LAYER}"}
-    base = DiffusionGemmaForBlockDiffusion.from_pretrained(path).float().eval()
-    torch.manual_seed(5)
-    given = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets[sides], **settings}
-    model = peft.get_peft_model(base, peft.LoraConfig(**given)).eval()
-    if sides == "both":
-        modules = dict(model.named_modules())
-        for name, module in modules.items():
-            if ENCODER in name and ".lora_" in name and hasattr(module, "weight"):
-                module.weight.data.copy_(modules[name.replace(ENCODER, DECODER)].weight)
-    return model
-
-
-@torch.no_grad()
-def reference_logits(model) -> torch.Tensor:
-    prompt, canvas, conditioning = inputs()
-    return model(input_ids=prompt, decoder_input_ids=canvas, self_conditioning_logits=conditioning).logits
-
-
 def merged_logits(path: Path) -> torch.Tensor:
     """Redraft's own, in fp32."""
     loaded = load_checkpoint(path, "bf16", torch.float32)
@@ -97,13 +71,6 @@ def merged_logits(path: Path) -> torch.Tensor:
     arena = KVArena(loaded.config, 2, PROMPT + CANVAS, torch.float32, torch.device("cpu"), torch.tensor([0, 0]))
     model.encode(prompt, arena)
     return model.denoise(canvas, arena, conditioning)
-
-
-def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(6, VOCAB, (2, PROMPT), generator=generator)
-    canvas = torch.randint(6, VOCAB, (2, CANVAS), generator=generator)
-    return prompt, canvas, torch.randn(2, CANVAS, VOCAB, generator=generator)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -127,20 +94,34 @@ class TestAgainstPeft:
         assert (expected - before).abs().max() > 0.5, "an adapter that changes nothing proves nothing"
 
     @pytest.mark.parametrize("side", ["decoder", "encoder"])
-    def test_one_side_equals_merge_and_unload(self, side: str, tiny_dir: Path, tmp_path: Path):
-        """PEFT too merges into the tied weight; the report says what that changes."""
+    def test_one_side(self, side: str, tiny_dir: Path, tmp_path: Path):
+        """Refused, because the result would not compute what the adapter does; if asked for, as PEFT itself merges."""
         model = peft_model(tiny_dir, side)
         model.save_pretrained(tmp_path / "adapter")
-        report = merge_lora(tiny_dir, tmp_path / "adapter", tmp_path / "merged")
-        assert len(report.tensors) == 3 * 7 + 2
         other = "encoder" if side == "decoder" else "decoder"
+        named = f"23 weights are named on the {side}'s side only"
+        with pytest.raises(CheckpointError, match=rf"{named}, .* so merging changes the {other} too.*--both-sides"):
+            merge_lora(tiny_dir, tmp_path / "adapter", tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+        report = merge_lora(tiny_dir, tmp_path / "adapter", tmp_path / "merged", both_sides=True)
+        assert len(report.tensors) == 3 * 7 + 2
         (note,) = report.notes
-        assert note.startswith(f"23 weights are named on the {side}'s side only") and f"the {other} now uses" in note
+        assert note.startswith(named)
+        expected = reference_logits(model)
+        assert (merged_logits(tmp_path / "merged") - expected).abs().max() > 0.1, "then refusing would be wrong"
         theirs = {canonical_name(n): p for n, p in model.merge_and_unload().named_parameters()}
         ours, base = stored(tmp_path / "merged"), stored(tiny_dir)
         for tensor in report.tensors:
             torch.testing.assert_close(ours[tensor.name], theirs[tensor.name].data, rtol=0, atol=1e-5)
             assert not torch.equal(ours[tensor.name], base[tensor.name])
+
+    def test_parts_of_one_side_alone_need_no_asking(self, tiny_dir: Path, tmp_path: Path):
+        """Self-conditioning exists in the decoder only, so nothing else changes with it."""
+        model = peft_model(tiny_dir, target_modules=r"model\.decoder\.self_conditioning\.\w+_proj")
+        model.save_pretrained(tmp_path / "adapter")
+        report = merge_lora(tiny_dir, tmp_path / "adapter", tmp_path / "merged")
+        assert len(report.tensors) == 3 and report.notes == []
+        torch.testing.assert_close(merged_logits(tmp_path / "merged"), reference_logits(model), rtol=0, atol=1e-4)
 
     def test_transformers_loads_the_result(self, tiny_dir: Path, tmp_path: Path):
         model = peft_model(tiny_dir)
@@ -156,7 +137,7 @@ class TestValues:
     def test_summed_in_fp32_and_rounded_once(self, prefix: str, bf16_dir: Path, tmp_path: Path):
         """Also: every name of the tied weight will do, and nothing else changes."""
         pair = {n: t.bfloat16() for n, t in factors(f"{prefix}{Q}", 32, 32).items()}
-        report = merge_lora(bf16_dir, write_adapter(tmp_path / "a", config(), pair), tmp_path / "m")
+        report = merge_lora(bf16_dir, write_adapter(tmp_path / "a", config(), pair), tmp_path / "m", both_sides=True)
         (merged,) = report.tensors
         assert (merged.name, merged.rank, merged.scale) == (f"{DECODER}{Q}.weight", 4, 2.0)
         a, b = (t.float() for t in pair.values())
@@ -175,7 +156,7 @@ class TestValues:
             (config(alpha_pattern={"proj": 2}), 2.0),  # a pattern matches whole parts of the name
         ):
             adapter = write_adapter(tmp_path / "a", settings, factors(f"{DECODER}{Q}", 32, 32))
-            report = merge_lora(bf16_dir, adapter, tmp_path / "m", overwrite=True)
+            report = merge_lora(bf16_dir, adapter, tmp_path / "m", both_sides=True, overwrite=True)
             assert math.isclose(report.tensors[0].scale, scale), settings
 
     def test_vision_can_be_merged(self, bf16_dir: Path, tmp_path: Path):
@@ -253,7 +234,7 @@ class TestRefused:
 
     def refused(self, base: Path, adapter: Path, target: Path, message: str):
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            merge_lora(base, adapter, target)
+            merge_lora(base, adapter, target, both_sides=True)
         assert not target.exists() and not partial_path(target).exists()
 
 
@@ -270,25 +251,28 @@ class TestWriting:
             assert total > 3
             raise KeyboardInterrupt
 
-        merge_lora(bf16_dir, adapter, tmp_path / "whole")
+        merge_lora(bf16_dir, adapter, tmp_path / "whole", both_sides=True)
         for changed in (False, True):
             target = tmp_path / f"m{changed}"
             with pytest.raises(KeyboardInterrupt):
-                merge_lora(bf16_dir, adapter, target, progress=stop)
+                merge_lora(bf16_dir, adapter, target, both_sides=True, progress=stop)
             first = next(partial_path(target).glob("*.safetensors"))
             before = first.stat().st_mtime_ns
             if changed:
                 write_adapter(adapter, config(lora_alpha=1), factors(f"{DECODER}{Q}", 32, 32))
-            merge_lora(bf16_dir, adapter, target)
+            merge_lora(bf16_dir, adapter, target, both_sides=True)
             assert ((target / first.name).stat().st_mtime_ns == before) is not changed
         for file in (tmp_path / "whole").iterdir():
             assert (tmp_path / "mFalse" / file.name).read_bytes() == file.read_bytes(), file.name
         assert open_checkpoint(tmp_path / "mFalse", verify=True).format == "bf16"
         with pytest.raises(UsageError, match="not empty"):
-            merge_lora(bf16_dir, adapter, tmp_path / "whole")
+            merge_lora(bf16_dir, adapter, tmp_path / "whole", both_sides=True)
 
     def test_command(self, bf16_dir: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         arguments = ["merge-lora", str(bf16_dir), str(adapter), str(tmp_path / "m")]
+        assert main(arguments) == 1
+        assert "on the decoder's side only" in capsys.readouterr().err and not (tmp_path / "m").exists()
+        arguments.append("--both-sides")
         assert main([*arguments, "--json"]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert result["tensors"][0]["name"] == f"{DECODER}{Q}.weight" and result["adapter"] == "a"

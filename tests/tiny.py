@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,6 +16,8 @@ from transformers import (
     Gemma4VisionConfig,
     PreTrainedTokenizerFast,
 )
+
+from redraft.quant.packing import dequantize
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
 
@@ -101,3 +104,13 @@ def published_layout(packed: Path) -> None:
     config = json.loads((packed / "config.json").read_text())
     del config["quantization_config"]
     (packed / "config.json").write_text(json.dumps(config))
+
+
+def dequantized(model: Any, packed: Any) -> Any:
+    """`model` with its experts replaced by the values that `packed` holds in 4 bits."""
+    with torch.no_grad():
+        for dense, layer in zip(model.model.decoder.layers, packed.model.decoder.layers, strict=True):
+            w = layer.experts.packed()
+            dense.experts.gate_up_proj.copy_(dequantize(w.gu_q, w.gu_s, w.gu_z))
+            dense.experts.down_proj.copy_(dequantize(w.dn_q, w.dn_s, w.dn_z))
+    return model

@@ -18,6 +18,9 @@ def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="A BF16 checkpoint: a directory, a hub id, or 'demo'.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a directory or a hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; it must be new or empty.")],
+    both_sides: Annotated[
+        bool, typer.Option("--both-sides", help="Merge what ADAPTER has on one side into weights both sides share.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -28,7 +31,9 @@ def command(
     from redraft.lora import merge_lora
 
     report = with_progress(
-        "merging", dst, lambda progress: merge_lora(base, adapter, dst, overwrite=overwrite, progress=progress)
+        "merging",
+        dst,
+        lambda progress: merge_lora(base, adapter, dst, both_sides=both_sides, overwrite=overwrite, progress=progress),
     )
     if json_output:
         print(json.dumps({**report.to_dict(), "destination": dst}))

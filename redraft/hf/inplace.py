@@ -10,6 +10,7 @@ import torch
 
 from redraft.config import TIERS, ModelConfig, QuantSpec, Tier, check_choice
 from redraft.errors import UsageError
+from redraft.hf.adapter import base_model, merge_adapter
 from redraft.hf.experts import W4Experts, check_model, layers, packed_spec, set_ties
 from redraft.hf.generation import install
 from redraft.hf.quantizer import mark
@@ -43,29 +44,35 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
 
     Works layer by layer where the experts lie; at no time does more than one layer exist in both forms. spec: group
     sizes, by default the published ones, or those of a model that is packed already. A second call changes the tier.
+    A PEFT model's adapter is merged first; what it wraps is `get_base_model()`.
 
     Raises UsageError, before anything is changed, for another class of model, an unknown tier, groups that do not
-    divide the shapes, experts that are offloaded or quantised by something else; CheckpointError for a weight that is
-    not finite: layers before it are packed by then, so load the model again.
+    divide the shapes, experts that are offloaded or quantised by something else, and an adapter that cannot be merged;
+    CheckpointError for a weight that is not finite: layers before it are packed by then, so load the model again.
     """
     check_choice("tier", tier, TIERS)
+    wrapped, model = model, base_model(model)
     config = check_model(model)
     found = packed_spec(model)
     if found is None:
         spec = spec or QuantSpec()
         spec.check(config)
         _check_dense(model)
+        merged = merge_adapter(wrapped)
         before = _expert_bytes(model)
         _pack(model, config, spec)
         mark(model, spec)
     else:
         if spec is not None and spec != found:
             raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
+        merged = merge_adapter(wrapped)
         spec, before = found, _expert_bytes(model)
         for layer, _ in layers(model):
             layer.experts.adopt_kernels(model.dtype)  # the model may have moved to a GPU since
         set_ties(model)
     replaced, kept = install(model, tier)
+    if merged:
+        replaced["adapter"] = f"merged into {merged} weights, in fp32; its layers are gone"
     return _report(model, tier, spec, config.num_layers if found is None else 0, before, replaced, kept)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import published_layout, tiny_tokenizer
-from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
+from tiny import published_layout, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
 from transformers.quantizers import auto
 
 import redraft
@@ -20,6 +20,7 @@ from redraft.cli import main
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.quant.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, quantization_config
+from redraft.quant.export import export_compressed_tensors
 from redraft.weights import iter_tensors
 
 SPEC = QuantSpec(16, 8)
@@ -130,6 +131,16 @@ class TestOursInTransformers:
         model = DiffusionGemmaForBlockDiffusion.from_pretrained(copied)
         model.save_pretrained(tmp_path / "saved")
         assert_same_weights(tmp_path / "saved", packed_dir)
+
+    def test_compressed_tensors(self, tmp_path: Path):
+        """Under our method the same weights, instead of those of transformers' own method of that name."""
+        tiny_model(hidden_size=128, moe_intermediate_size=64).save_pretrained(tmp_path / "bf16")
+        export_compressed_tensors(tmp_path / "bf16", tmp_path / "ct", group=32)
+        config = AutoConfig.from_pretrained(tmp_path / "ct")
+        config.quantization_config = {"quant_method": FORMAT}
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ct", config=config)
+        model.save_pretrained(tmp_path / "saved")
+        assert_same_weights(tmp_path / "saved", tmp_path / "ct")
 
     def test_offloaded_experts_are_refused(self, tiny_dir: Path, tmp_path: Path):
         with pytest.raises(UsageError, match="is offloaded; packed experts must fit the device"):
