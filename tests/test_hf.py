@@ -105,13 +105,18 @@ def smallest_margin(model: Any, ids: torch.Tensor, seed: int, passes: int, monke
     return min(margins[:passes])
 
 
-def test_forty_seeds_give_the_tokens_of_stock_transformers(monkeypatch, record_property):
-    path = find_checkpoint("demo")
-    stock = load(path, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def demo():
+    """(stock transformers with the dequantised weights, the same model packed in place), bundled checkpoint, fp32."""
+    stock = load(find_checkpoint("demo"), dtype=torch.float32).eval()
     packed = copy.deepcopy(stock)
     redraft.accelerate(packed, "off")
-    dequantized(stock, packed)
-    tokenizer = load_tokenizer(path)
+    return dequantized(stock, packed), packed
+
+
+def test_forty_seeds_give_the_tokens_of_stock_transformers(demo, monkeypatch, record_property):
+    stock, packed = demo
+    tokenizer = load_tokenizer(find_checkpoint("demo"))
     excused = []
     for seed in range(40):
         item = TASKS[("facts", "lists")[seed % 2]].heldout_items(seed + 1)[seed]
@@ -234,6 +239,20 @@ def test_every_way_of_packing_gives_the_same_bits(pair, tiny_dir, packed_dir, tm
         again = load(tmp_path / way)
         assert_same_bits(again.state_dict(), reference)
         assert same(generate(again, BATCH, 1, **SETTINGS), generate(in_place, BATCH, 1, **SETTINGS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bundled_checkpoint_packed_offline_on_load_and_in_place(demo, dtype, tmp_path):
+    """The same bits in either dtype, nothing missing, unexpected or NaN; and so the same tokens."""
+    redraft.quantize("demo", tmp_path / "w4")
+    path, prompt = find_checkpoint("demo"), torch.tensor([[2, 8, 9, 10]])
+    models = [load(tmp_path / "w4", dtype=dtype), load(path, dtype=dtype, quantization_config=redraft.W4Config())]
+    redraft.accelerate(demo[1], "off")
+    state = {name: t.to(dtype) if t.dtype == torch.float32 else t for name, t in demo[1].state_dict().items()}
+    for model in models:
+        assert_same_bits(model.state_dict(), state)
+        if dtype == torch.float32:
+            assert same(generate(model, prompt, 5, max_new_tokens=32), generate(demo[1], prompt, 5, max_new_tokens=32))
 
 
 def test_sharded_checkpoints_load(tiny_hf, pair, tmp_path, monkeypatch):
