@@ -25,7 +25,7 @@ from redraft.hf.experts import W4Experts
 from redraft.kernels.experts import ExpertBuffers, expert_rows, tile_rows
 from redraft.kernels.launch import HAS_TRITON, INTERPRET
 from redraft.kernels.norms import combine_norms, residual_norms, rms_norm_into
-from redraft.kernels.router import route_into
+from redraft.kernels.router import route_into, router_scratch
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -123,21 +123,22 @@ class FusedDecoderLayer(_FusedLayer, DiffusionGemmaDecoderTextLayer):
 def _feed_forward(layer: Any, x: torch.Tensor, delta: torch.Tensor) -> None:
     """x += norm(delta), then x becomes the layer's output; both [R, H]."""
     (rows, hidden), eps = x.shape, layer.input_layernorm.eps
+    router, top_k = layer.router, layer.router.config.top_k_experts
     packed = layer.experts.repacked
     group = packed.spec.group_gate_up if packed is not None else math.gcd(hidden, 128)
     dense_in, expert_in, router_in, unused = (torch.empty_like(x) for _ in range(4))
     sums = torch.empty(rows, hidden // group, dtype=torch.float32, device=x.device)
     residual_norms(
         x, delta.contiguous(), layer.post_attention_layernorm.weight, layer.pre_feedforward_layernorm.weight,
-        layer.pre_feedforward_layernorm_2.weight, layer.router.scale, eps, dense_in=dense_in, expert_in=expert_in,
+        layer.pre_feedforward_layernorm_2.weight, router.scale, eps, dense_in=dense_in, expert_in=expert_in,
         router_in=router_in, group_sums=sums, group_size=group,
     )  # fmt: skip
-    top_k = layer.router.config.top_k_experts
     routing = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(rows, top_k, dtype=torch.int32, device=x.device)
     route_into(
-        router_in, layer.router.proj.weight, layer.router.per_expert_scale, top_k, weights=routing, experts=chosen
-    )
+        router_in, router.proj.weight, router.per_expert_scale, top_k, weights=routing, experts=chosen,
+        scratch=router_scratch(rows, hidden, router.proj.out_features, x.device),
+    )  # fmt: skip
     expert_out, slot_of, routing = _experts(layer.experts, expert_in, sums, chosen, routing)
     combine_norms(
         x, layer.mlp(dense_in), expert_out, slot_of, routing, layer.post_feedforward_layernorm_1.weight,

@@ -80,8 +80,12 @@ def _plan(source: CheckpointFiles, spec: QuantSpec, device: torch.device) -> lis
     layers = [_layer_part(source, spec, i, device) for i in range(source.config.num_layers)]
     kept = shards(kept_tensors(source))
     plain = [copy_part(source, shard_name(i, len(kept)), infos) for i, infos in enumerate(kept, 1)]
-    fence = Part(dg_w4a16.FENCE_FILE, 0, lambda: ({dg_w4a16.FENCE: torch.empty(0, dtype=torch.uint8)}, {}))
-    return [*layers, *plain, fence]
+    return [*layers, *plain, fence_part()]
+
+
+def fence_part() -> Part:
+    """The file that stops a loader without Redraft."""
+    return Part(dg_w4a16.FENCE_FILE, 0, lambda: ({dg_w4a16.FENCE: torch.empty(0, dtype=torch.uint8)}, {}))
 
 
 def _layer_part(source: CheckpointFiles, spec: QuantSpec, layer: int, device: torch.device) -> Part:

@@ -85,10 +85,11 @@ def write_checkpoint(
 ) -> list[Facts]:
     """Write `parts` and the source's other files to the directory `target`; returns the facts of every part.
 
-    A single part must be called SINGLE; several are listed in an index. describe: from the facts, further JSON files
-    by name, which take the place of the source's. identity: anything JSON-ready that, with the source's weight files,
-    decides the result; a call with the same one goes on where an earlier one was interrupted. Whatever stops the work,
-    exceptions of `progress(done, total)` included, leaves nothing under `target` before all of it is complete.
+    A single part must be called SINGLE; several are listed in an index. describe: from the facts, further files by
+    name, text or JSON-ready, which take the place of the source's. identity: anything JSON-ready that, with the
+    source's weight files, decides the result; a call with the same one goes on where an earlier one was interrupted.
+    Whatever stops the work, exceptions of `progress(done, total)` included, leaves nothing under `target` before all of
+    it is complete.
 
     Raises UsageError when `target` cannot be the target, CheckpointError when it cannot be written or is too small.
     """
@@ -168,7 +169,10 @@ def _write_side_files(work: WorkDir, source: CheckpointFiles, described: Mapping
         weight_map = {name: entry["file"] for name, entry in tensors.items()}
         written[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, content in written.items():
-        write_json(work.path / name, content)
+        if isinstance(content, str):
+            (work.path / name).write_text(content, encoding="utf-8")
+        else:
+            write_json(work.path / name, content)
     files: dict[str, Facts] = {file: {"bytes": record["bytes"]} for file, record in records}
     for name in sorted(copied | written.keys()):
         path = work.path / name

@@ -1,0 +1,228 @@
+"""`redraft export --remote-code`: the directory runs alone, bit for bit as with Redraft, or fails clearly."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from remote_runner import results
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
+from transformers.quantizers import auto
+
+import redraft
+from redraft.checkpoint import load_checkpoint, open_checkpoint
+from redraft.cli import main
+from redraft.config import TIERS, QuantSpec
+from redraft.errors import CheckpointError
+from redraft.quant.export import export_compressed_tensors
+from redraft.quant.remote_code import (
+    ENTRY,
+    ENTRY_NAME,
+    bundle,
+    export_remote_code,
+    flat_name,
+    needed_modules,
+    rewritten,
+)
+from redraft.weights import iter_tensors
+
+SPEC = QuantSpec(16, 8)
+SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "canvas_length": 2}
+
+
+@pytest.fixture(scope="module")
+def packed_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("remote")
+    tiny_model(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], canvas_length=2
+    ).save_pretrained(path / "bf16")
+    tiny_tokenizer().save_pretrained(path / "bf16")
+    redraft.quantize(path / "bf16", path / "packed", SPEC)
+    return path / "packed"
+
+
+@pytest.fixture(scope="module")
+def exported(packed_dir):
+    target = packed_dir.parent / "model-1.5"  # what is no Python identifier must not matter
+    export_remote_code(packed_dir, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def alone(exported):
+    """What `remote_runner` found in a process that cannot import Redraft."""
+    target = exported.parent / "results.pt"
+    runner = Path(__file__).with_name("remote_runner.py")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(exported.parent / "cache"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-I", str(runner), str(exported), str(target)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=exported.parent,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return torch.load(target)
+
+
+def test_without_redraft_all_tiers_compute_the_same_bits(alone, packed_dir):
+    assert alone["modules"] == []
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(packed_dir)
+    for tier in TIERS:
+        report = redraft.accelerate(model, tier)
+        expected = results(model)
+        assert torch.equal(alone[tier]["logits"], expected["logits"]), tier
+        assert torch.equal(alone[tier]["sequences"], expected["sequences"]), tier
+    assert alone["replaced"].items() <= report.replaced.items()
+    assert alone["kept"].items() <= report.kept.items()
+    state = model.state_dict()
+    assert state.keys() == alone["state"].keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in alone["state"].items())
+
+
+def test_saving_keeps_code_and_bits(alone, exported):
+    assert not any(alone["info"].values())
+    assert alone["again"].keys() == alone["state"].keys()
+    assert all(torch.equal(tensor, alone["again"][name]) for name, tensor in alone["state"].items())
+    saved = Path(f"{exported}-saved")
+    assert {p.name: p.read_bytes() for p in saved.glob("*.py")} == {
+        p.name: p.read_bytes() for p in exported.glob("*.py")
+    }
+
+
+def test_loads_with_neither_fail(alone):
+    for way in ("without trust", "by transformers' own class"):
+        assert alone[way].startswith("RuntimeError"), alone[way]
+        assert "mismatch" in alone[way]
+    assert "tier is 'fast', expected one of off, bitexact, turbo" in alone["unknown tier"]
+
+
+def test_with_redraft_the_directory_is_like_any_other(exported, packed_dir, monkeypatch, tmp_path):
+    """And its own code leaves the installed one alone, in whichever order they are used."""
+    assert open_checkpoint(exported, verify=True).spec == SPEC
+    first, second = load_checkpoint(packed_dir), load_checkpoint(exported)
+    pairs = zip(iter_tensors(first.weights), iter_tensors(second.weights), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    registered = auto.AUTO_QUANTIZER_MAPPING["dg-w4a16-v1"]
+    remote = AutoModelForMultimodalLM.from_pretrained(exported, trust_remote_code=True, tier="off")
+    assert type(remote).__name__ == "RedraftDiffusionGemma"
+    assert type(remote).__module__.startswith("transformers_modules.")
+    assert auto.AUTO_QUANTIZER_MAPPING["dg-w4a16-v1"] is registered
+    installed = DiffusionGemmaForBlockDiffusion.from_pretrained(exported)
+    redraft.accelerate(installed, "off")
+    assert torch.equal(results(remote)["logits"], results(installed)["logits"])
+
+
+def test_every_packed_format_can_be_given(tmp_path):
+    tiny_model(**SMALL, hidden_size=64, moe_intermediate_size=32).save_pretrained(tmp_path / "bf16")
+    export_compressed_tensors(tmp_path / "bf16", tmp_path / "ct", group=32)
+    export_remote_code(tmp_path / "ct", tmp_path / "out")
+    pairs = zip(
+        iter_tensors(load_checkpoint(tmp_path / "ct").weights), iter_tensors(load_checkpoint(tmp_path / "out").weights),
+        strict=True,
+    )  # fmt: skip
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+# The modules
+
+
+def test_modules_need_transformers_and_what_it_needs_only():
+    allowed = {"torch", "triton", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
+    files = bundle()
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found = {(node.module or "").split(".")[0]}
+            else:
+                continue
+            assert found <= allowed | sys.stdlib_module_names, (name, found)
+    assert "from .redraft_kernels_norms import" in files[f"{ENTRY_NAME}.py"]
+    assert len(files) == len(needed_modules(ENTRY)) == len({flat_name(m) for m in needed_modules(ENTRY)})
+
+
+def test_imports_are_rewritten_in_their_places():
+    text = '''"""from redraft.names import x"""
+from typing import TYPE_CHECKING
+
+from redraft.quant import dg_w4a16
+from redraft.quant.rtn import (
+    quantize_experts,
+    quantize_rows as rows,
+)
+
+if TYPE_CHECKING:
+    from redraft.engine import Engine
+
+
+def f():
+    from redraft.names import part_of, DECODER
+
+    return part_of
+'''
+    assert rewritten(text).splitlines() == [
+        '"""from redraft.names import x"""',
+        "from typing import TYPE_CHECKING",
+        "",
+        "from . import redraft_quant_dg_w4a16 as dg_w4a16",
+        "from .redraft_quant_rtn import quantize_experts, quantize_rows as rows",
+        *[""] * 8,
+        "def f():",
+        "    from .redraft_names import part_of, DECODER",
+        "",
+        "    return part_of",
+    ]
+
+
+# The command
+
+
+def run(capsys: Any, *args: str) -> tuple[int, str, str]:
+    code = main(["export", *args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command_writes_and_says_how_to_load(capsys, packed_dir, tmp_path):
+    code, out, _ = run(capsys, str(packed_dir), str(tmp_path / "out"), "--remote-code", "--json")
+    assert code == 0
+    written = json.loads(out)
+    assert "modeling_redraft.py" in written["modules"]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.py")) == written["modules"]
+    code, out, _ = run(capsys, str(packed_dir), str(tmp_path / "out"), "--remote-code", "--overwrite")
+    assert code == 0
+    assert (
+        f'AutoModelForMultimodalLM.from_pretrained("{tmp_path / "out"}", trust_remote_code=True, tier="turbo")' in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give either --remote-code or --format"),
+        (["--remote-code", "--format", "compressed-tensors"], "give either --remote-code or --format"),
+        (["--remote-code", "--group-size", "32"], "--group-size and --symmetric go with --format"),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, packed_dir, tmp_path, options, message):
+    code, _, err = run(capsys, str(packed_dir), str(tmp_path / "out"), *options)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unpacked_source_is_refused_with_the_command(packed_dir, tmp_path):
+    with pytest.raises(CheckpointError, match=r"is not packed; run `redraft quantize .* PACKED` and export PACKED"):
+        export_remote_code(packed_dir.parent / "bf16", tmp_path / "out")
