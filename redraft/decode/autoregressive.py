@@ -8,6 +8,7 @@ costs one step. Generation does not use this: it is what diffusion is compared w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from redraft.cache import KVArena, SlotArena, SlotLayer
 from redraft.config import DecodeSettings
 from redraft.fused import Buffers
 from redraft.graphs import PassGraph, SlotRunner
+from redraft.kernels.tables import settings_for
 from redraft.model import Model
 
 
@@ -71,6 +73,9 @@ class FusedGreedy:
         self.runner, self.max_new_tokens, self.end_tokens = runner, max_new_tokens, end_tokens
         model, slots, device = runner.model, runner.slots, runner.model.device
         self._rows = Buffers(model.config, model.spec, slots, 1, device)
+        for heads in self._rows.heads.values():
+            # The tile chosen for one row has 16 keys and no pipeline, so that every load would wait for the last.
+            heads.settings = settings_for("attention.step", replace(heads.settings, block_n=64, num_stages=2))
         self._logits = torch.empty(slots, model.config.vocab_size, dtype=torch.bfloat16, device=device)
         self._token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._answers = torch.zeros(slots, max_new_tokens, dtype=torch.int64, device=device)
