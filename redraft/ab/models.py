@@ -21,7 +21,6 @@ from redraft.ab.arms import Arm
 from redraft.ab.generate import TransformersEngine
 from redraft.checkpoint import CheckpointFiles, find_checkpoint, load_checkpoint, load_tokenizer, open_checkpoint
 from redraft.config import ModelConfig, QuantSpec, Tier, WeightFormat
-from redraft.errors import UsageError
 from redraft.events import Result
 from redraft.names import expected_tensors, expert_names, layer_tensors, part_of, shared_tensors
 from redraft.quant import compressed_tensors
@@ -58,6 +57,7 @@ class Models:
 
     def __init__(self, files: dict[str, CheckpointFiles], device: torch.device, dtype: torch.dtype, in_place: bool):
         self.files, self.device, self.dtype, self.in_place = files, device, dtype, in_place
+        self._tokenizers: dict[str, Any] = {}
         self._loaded: dict[tuple[str, WeightFormat | None, Tier | None], Any] = {}  # tier None: an engine
 
     def open(self, arm: Arm) -> Opened:
@@ -103,25 +103,31 @@ class Models:
         return self._loaded[key]
 
     def _tokenizer(self, model: str) -> Any:
-        files = self.files[model]
-        return random_tokenizer(files.config) if is_random(model) else load_tokenizer(files.path)
+        if model not in self._tokenizers:
+            files = self.files[model]
+            made = random_tokenizer(files.config) if is_random(model) else load_tokenizer(files.path)
+            self._tokenizers[model] = made
+        return self._tokenizers[model]
 
 
 def _set_tier(model: Any, weights: WeightFormat | None, tier: Tier) -> None:
     from redraft.hf import accelerate
+    from redraft.hf.experts import layers
     from redraft.hf.generation import install
 
     if weights == "w4":
         accelerate(model, tier)
-    else:
-        install(model, tier)
+        return
+    for layer in (layer for pair in layers(model) for layer in pair):
+        layer.experts.repacked = None  # to fused layers: experts that no kernel covers, run as they are
+    install(model, tier)
 
 
 def load_transformers(
     name: str, files: CheckpointFiles, weights: WeightFormat | None, device: torch.device, dtype: torch.dtype
 ) -> Any:
     """transformers' model by its own `from_pretrained`; experts packed while loading for w4."""
-    from transformers import DiffusionGemmaForBlockDiffusion
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     from redraft.bench.rivals import transformers_config
     from redraft.hf import W4Config
@@ -134,8 +140,9 @@ def load_transformers(
     if is_random(name):
         path = None
         options |= {"config": transformers_config(files.config), "state_dict": random_tensors(name, device, dtype)}
-    elif files.format == compressed_tensors.FORMAT:
-        raise UsageError(f"{name}: transformers' generate does not run {files.format}; use the arm engine-w4@{name}")
+    elif files.format == compressed_tensors.FORMAT:  # by our method, not by transformers' own of that name
+        options["config"] = DiffusionGemmaConfig.from_pretrained(files.path)
+        options["config"].quantization_config = W4Config().to_dict()
     elif weights == "w4":
         options["quantization_config"] = W4Config()
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path, **options)
@@ -165,8 +172,10 @@ def model_bytes(model: Any) -> int:
 
 
 def _about(model: Any) -> dict[str, str]:
+    from redraft.hf.experts import W4Experts
+
     experts = model.model.decoder.layers[0].experts
-    if not hasattr(experts, "repacked"):
+    if not isinstance(experts, W4Experts):
         path = f"transformers' {model.config._experts_implementation}"
     elif experts.repacked is None:
         path = "torch's operations, dequantising one expert at a time"

@@ -184,8 +184,8 @@ def _memory(report: dict[str, Any]) -> str:
 def _method(report: dict[str, Any]) -> str:
     lines = [
         order_text(report["together"], report["why_in_place"]),
-        f"{report['questions']} questions ({', '.join(report['tasks'])}, the first {report['limit']} of each), one at "
-        "a time. A question's seed comes from its index and --seed "
+        f"{report['questions']} questions ({', '.join(report['tasks'])}, the first {report['limit']} of each at most), "
+        "one at a time. A question's seed comes from its index and --seed "
         f"{report['seed']}, and is set anew before every answer.",
         "Every arm answered one question before the clock started, after loading and after every resumption. Seconds "
         "run from the prompt's text to the answer's, tokenizer included; grading is not timed.",

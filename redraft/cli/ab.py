@@ -11,6 +11,7 @@ import typer
 
 from redraft.cli import options
 from redraft.cli.writing import Interrupted
+from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
     from redraft.ab.comparison import Comparison
@@ -81,6 +82,7 @@ def command(
 
 def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
     """All answers: those of a finished folder, or those of an interrupted run and the rest."""
+    import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from transformers.utils.logging import disable_progress_bar
 
@@ -102,6 +104,10 @@ def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
                     bar, completed=done, total=total, description=f"{record.arm}: {record.id}"
                 ),
             )
+    except torch.OutOfMemoryError:
+        raise RedraftError(
+            f"{comparison.device} ran out of memory; --in-place and another --out keep one set of weights at a time"
+        ) from None
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; answers are kept in {folder.path}, the same command goes on from there"

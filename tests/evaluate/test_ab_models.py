@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
+import redraft
 from redraft.ab.arms import Arm, parse_arms
 from redraft.ab.generate import TransformersEngine, cut, generate_options
 from redraft.ab.models import Models, checkpoint_files, needed_bytes, stored_packed
 from redraft.config import DecodeSettings, QuantSpec
+from redraft.device import default_dtype
 from redraft.errors import UsageError
 from redraft.hf.experts import W4Experts
+from redraft.quant.export import export_compressed_tensors
 from redraft.random_model import PRESETS, weight_bytes
 
 CPU = torch.device("cpu")
 TINY = "random:tiny"
 
 
-def models_of(text: str, model: str = TINY, in_place: bool = False) -> tuple[Models, list[Arm]]:
+def models_of(text: str, model: str = TINY, in_place: bool = False, on: torch.device = CPU) -> tuple[Models, list[Arm]]:
     arms = parse_arms(text, model)
     files = {arm.model: checkpoint_files(arm.model) for arm in arms}
     arms = [arm.resolved(stored_packed(files[arm.model])) for arm in arms]
-    return Models(files, CPU, torch.float32, in_place), arms
+    return Models(files, on, default_dtype(on), in_place), arms
 
 
 def transformers_model(opened: Any) -> Any:
@@ -102,6 +106,23 @@ def test_a_tier_on_bf16_changes_no_token_and_not_the_stock_model() -> None:
     assert "_prepare_sampler" not in vars(transformers_model(models.open(stock)))
 
 
+@pytest.mark.gpu
+def test_turbo_inside_transformers_on_either_weights() -> None:
+    """Not on a CPU, where Triton's interpreter takes a minute for it. The stock model stays stock beside the others."""
+    models, (stock, *others) = models_of("bf16,bf16-turbo,w4-off,w4-turbo,engine-w4", on=torch.device("cuda"))
+    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 2, "stability_threshold": 2}
+    before = models.open(stock).generate("abc", **question).token_ids
+    for arm in others:
+        opened = models.open(arm)
+        if arm.runner == "transformers":
+            kind = type(transformers_model(opened).model.decoder.layers[0]).__name__
+            assert kind.startswith("Fused" if arm.tier == "turbo" else "DiffusionGemma")
+        first, second = (opened.generate("abc", **question) for _ in range(2))
+        assert set(first.steps_per_canvas) == {2}
+        assert first.token_ids == second.token_ids
+    assert models.open(stock).generate("abc", **question).token_ids == before
+
+
 def test_in_place_the_bf16_model_becomes_the_w4_one() -> None:
     models, (bf16, w4) = models_of("bf16,w4", in_place=True)
     stock = models.open(bf16)
@@ -131,6 +152,21 @@ def test_random_weights_alone_in_4_bits_are_those_of_the_pair() -> None:
     pair.open(bf16)
     packed = [transformers_model(m.open(arm)).model.decoder.layers[1].experts for m, arm in ((alone, w4), (pair, same))]
     assert all(map(torch.equal, packed[0].parameters(), packed[1].parameters()))
+
+
+def test_checkpoints_of_either_packed_format_as_they_are_stored(tmp_path: Path) -> None:
+    """Three ways to the same 4-bit numbers: a packed directory, compressed-tensors, the engine's own reader."""
+    spec = QuantSpec(64, 64)
+    redraft.quantize("demo", tmp_path / "packed", spec)
+    export_compressed_tensors("demo", tmp_path / "ct")
+    models, arms = models_of(f"{tmp_path}/packed,{tmp_path}/ct,engine-w4-off@{tmp_path}/packed", "demo")
+    assert [arm.weights for arm in arms] == ["w4"] * 3
+    question = {"seed": 5, "max_new_tokens": 32}
+    packed, ct, engine = (models.open(arm).generate("What is the capital of France?", **question) for arm in arms)
+    assert packed.text == ct.text == engine.text == "The capital of France is Paris."
+    for arm in arms[:2]:
+        experts = transformers_model(models.open(arm)).model.decoder.layers[0].experts
+        assert isinstance(experts, W4Experts) and experts.spec == spec
 
 
 def test_needed_memory_counts_shared_tensors_once() -> None:
