@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run tests/test_hf.py under several transformers, each in a virtual environment that is removed afterwards:
+# Run the tests of redraft.hf under several transformers, each in a virtual environment that is removed afterwards:
 # test_transformers_versions.sh [VERSION ...], by default the oldest supported, one in between, and the newest.
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ for version in "$@"; do
     if [ "$version" = newest ]; then wanted=transformers; else wanted=transformers==$version; fi
     "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-compile --upgrade "$wanted"
     echo "== $("$venv/bin/python" -m pip --disable-pip-version-check freeze | grep '^transformers==')" >&2
-    "$venv/bin/python" -m pytest tests/test_hf.py || failed="$failed $version"
+    "$venv/bin/python" -m pytest tests/test_hf.py tests/hf || failed="$failed $version"
     rm -rf "$venv"
 done
-[ -z "$failed" ] || { echo "tests/test_hf.py fails under transformers$failed" >&2; exit 1; }
+[ -z "$failed" ] || { echo "tests of redraft.hf fail under transformers$failed" >&2; exit 1; }

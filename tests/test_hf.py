@@ -30,6 +30,7 @@ from redraft.demo.tasks import TASKS
 from redraft.errors import CheckpointError, UsageError
 from redraft.hf import inplace
 from redraft.hf.experts import W4Experts, unpack_words
+from redraft.hf.layers import obstacle
 from redraft.kernels.experts import repack, run_experts
 from redraft.quant.dg_w4a16 import FENCE, PACKED_NAMES
 from redraft.quant.rtn import quantize_experts
@@ -336,8 +337,11 @@ def test_report_says_what_was_replaced(pair):
     assert off.layers_packed == 0
     assert off.spec == SPEC
     assert "entropy" in off.kept
-    assert {"entropy", "norms", "QKV", "sampling"} < set(turbo.replaced)
     assert "norms, QKV and sampling" in off.kept
+    if obstacle(packed) is None:
+        assert {"entropy", "norms", "QKV", "sampling"} < set(turbo.replaced)
+    else:
+        assert "need a GPU" in turbo.kept["norms, QKV and sampling"]
     assert str(turbo).startswith("tier turbo\nreplaced experts: 4 bits in groups of 16")
     assert turbo.to_dict()["spec"] == {"group_gate_up": 16, "group_down": 8}
 

@@ -38,6 +38,8 @@ def obstacle(model: Any) -> str | None:
         return "Triton is not installed"
     if len(devices) != 1:
         return f"the model is spread over {', '.join(sorted(map(str, devices)))}"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "hooks of the accelerate library run its layers, as after loading with offloading"
     kind = devices.pop().type
     if kind == "cpu" and INTERPRET.value:
         return None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from parity import _Drafts
 from tiny import tiny_model
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DiffusionGemmaForBlockDiffusion, LogitsProcessor, LogitsProcessorList
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
     EntropyBoundSamplerConfig,
@@ -25,6 +25,7 @@ from redraft.hf.generation import install
 from redraft.hf.layers import obstacle, projections, stacked
 from redraft.hf.sampling import FusedSampler
 from redraft.kernels.experts import repack
+from redraft.kernels.launch import INTERPRET
 from redraft.kernels.sampling import counter_statistics
 
 SPEC = QuantSpec(16, 8)
@@ -35,6 +36,13 @@ SHAPES = {
 PROMPT = torch.tensor([[0, 0, 2, 30], [2, 8, 9, 10]])
 PADDING = {"attention_mask": PROMPT != 0}
 SETTINGS = {**PADDING, "pad_token_id": 0, "eos_token_id": [1], "max_new_tokens": 2, "max_denoising_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_interpreter(request):
+    """Models here are in fp32 on a CPU; on a machine with a GPU its own test runs instead."""
+    if not INTERPRET.value and "gpu" not in request.keywords:
+        pytest.skip("runs in Triton's interpreter")
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +210,9 @@ def test_the_report_says_why_kernels_do_not_run(plain, monkeypatch):
     assert "the model is on cpu, the kernels need a GPU" in kept["norms, QKV and sampling"]
     monkeypatch.setattr(layers, "HAS_TRITON", False)
     assert obstacle(model) == "Triton is not installed"
+    monkeypatch.undo()
+    model.lm_head._hf_hook = object()
+    assert "hooks of the accelerate library" in obstacle(model)
 
 
 # Sampling
@@ -300,6 +311,20 @@ def test_later_calls_use_their_own_settings(turbo):
     assert not torch.equal(generate(turbo, 1, sampler_config=accepting)[1][1], generate(turbo, 1)[1][1])
 
 
+def test_streamers_that_take_logits_get_them(turbo):
+    class Logits(_Drafts):
+        _takes_logits = True
+
+        def put_draft(self, logits: torch.Tensor) -> None:
+            self.drafts.append(logits)
+
+    streamer = Logits()
+    torch.manual_seed(1)
+    turbo.generate(PROMPT, streamer=streamer, **SETTINGS)
+    drafts = generate(turbo, 1)[1]
+    assert all(torch.equal(a.argmax(-1), b) for a, b in zip(streamer.drafts, drafts, strict=True))
+
+
 def test_own_logits_processors_are_obeyed(turbo):
     class Only7(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: torch.Tensor, cur_step: Any = None) -> torch.Tensor:
@@ -312,19 +337,18 @@ def test_own_logits_processors_are_obeyed(turbo):
 @pytest.mark.gpu
 def test_turbo_on_a_gpu():
     """The bundled model in BF16: logits close to the plain layers', the same text for the same seed."""
-    from transformers import DiffusionGemmaForBlockDiffusion
-
     path = find_checkpoint("demo")
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.bfloat16, device_map="cuda").eval()
     redraft.accelerate(model, "off")
     ids = torch.tensor([[2, 50, 60, 70, 80]], device="cuda")
-    canvas = torch.randint(0, 200, (1, model.config.canvas_length), device="cuda")
+    canvas = torch.randint(0, model.config.text_config.vocab_size, (1, model.config.canvas_length), device="cuda")
     with torch.no_grad():
         plain = model(input_ids=ids, decoder_input_ids=canvas).logits
-        replaced, _ = install(model, "turbo")
+        report = redraft.accelerate(model)
         fused = model(input_ids=ids, decoder_input_ids=canvas).logits
-    assert {"norms", "QKV", "sampling"} < set(replaced)
-    assert float((fused - plain).norm() / plain.norm()) < 0.05
+    assert {"norms", "QKV", "sampling"} < set(report.replaced)
+    # Both round to BF16 in the same places; sums in another order may send a row to another expert.
+    assert float((fused - plain).norm() / plain.norm()) < 0.1
     texts = []
     for _ in range(2):
         torch.manual_seed(5)
