@@ -90,8 +90,8 @@ def quantize(
 def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) -> AccelerateReport:
     """Pack the routed experts of transformers' loaded `DiffusionGemmaForBlockDiffusion` in place.
 
-    `model.generate()` goes on working; the report says what was replaced. See `redraft.hf.accelerate`, and
-    docs/transformers.md. Raises UsageError when the model cannot be packed.
+    `model.generate()` goes on working; the report says what was replaced. A PEFT model's LoRA adapter is merged first.
+    See `redraft.hf.accelerate`, and docs/transformers.md. Raises UsageError when the model cannot be packed.
     """
     from redraft.hf import accelerate as run
 

@@ -39,7 +39,7 @@ class _Watcher(MetaPathFinder):
 def _register() -> None:
     try:
         importlib.import_module("redraft.hf")
-    except ImportError as e:  # whoever wants transformers' model alone still gets it
+    except Exception as e:  # of any kind in another transformers; whoever wants its model alone still gets it
         warnings.warn(
             f"packed checkpoints cannot be loaded: Redraft does not fit this transformers ({e})", stacklevel=2
         )

@@ -67,7 +67,7 @@ class WorkDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise UsageError(f"{self.path}: another quantisation to the same target is running") from None
+            raise UsageError(f"{self.path}: another process is writing the same target") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

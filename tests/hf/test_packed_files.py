@@ -77,9 +77,7 @@ class TestRegistration:
         )
         assert result.stdout == "W4Experts\n", result.stderr
 
-    def test_without_redraft_loading_stops(
-        self, packed_dir: Path, saved_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ):
+    def test_without_redraft_loading_stops(self, packed_dir: Path, saved_dir: Path, monkeypatch: pytest.MonkeyPatch):
         """transformers alone only warns of a method it does not know; the fence makes it an error."""
         for table in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
             monkeypatch.delitem(table, FORMAT)

@@ -308,7 +308,7 @@ class TestResume:
         partial.mkdir()
         with (partial / "lock").open("w") as f:
             fcntl.flock(f, fcntl.LOCK_EX)
-            with pytest.raises(UsageError, match="another quantisation to the same target is running"):
+            with pytest.raises(UsageError, match="another process is writing the same target"):
                 quantize(tiny_dir, tmp_path / "w4", SPEC)
         quantize(tiny_dir, tmp_path / "w4", SPEC)
         assert (tmp_path / "w4" / "manifest.json").exists()
