@@ -1,7 +1,7 @@
 """Run in a process of its own: load a directory by its own code where no Redraft can be imported.
 
-remote_runner.py DIRECTORY RESULTS. RESULTS gets, by tier, the logits of one pass and the tokens of one generation; then
-the model is saved to DIRECTORY-saved and loaded from there.
+remote_runner.py DIRECTORY HUB_ID RESULTS. RESULTS gets, by tier, the logits of one pass and the tokens of one
+generation; then the model is saved to DIRECTORY-saved and loaded from there, and once more by its hub id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def results(model: Any) -> dict[str, Any]:
     return {"logits": logits, "sequences": sequences}
 
 
-def main(directory: str, target: str) -> None:
+def main(directory: str, hub_id: str, target: str) -> None:
     sys.meta_path.insert(0, Blocker())
     import torch
     from transformers import AutoModelForMultimodalLM
@@ -52,6 +52,7 @@ def main(directory: str, target: str) -> None:
         f"{directory}-saved", trust_remote_code=True, tier="off", output_loading_info=True
     )
     found["again"], found["info"] = again.state_dict(), {key: list(value) for key, value in info.items()}
+    found["hub"] = results(AutoModelForMultimodalLM.from_pretrained(hub_id, trust_remote_code=True, tier="off"))
     found["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "redraft")
     for name, load in _refused().items():
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ from redraft.quant.remote_code import (
 from redraft.weights import iter_tensors
 
 SPEC = QuantSpec(16, 8)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "canvas_length": 2}
 
 
@@ -61,9 +63,19 @@ def alone(exported):
     """What `remote_runner` found in a process that cannot import Redraft."""
     target = exported.parent / "results.pt"
     runner = Path(__file__).with_name("remote_runner.py")
-    environment = {**os.environ, "HF_MODULES_CACHE": str(exported.parent / "cache"), "HF_HUB_OFFLINE": "1"}
+    hub = exported.parent / "hub"
+    repository = hub / "models--org--model-1.5"
+    shutil.copytree(exported, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    environment = {
+        **os.environ,
+        "HF_MODULES_CACHE": str(exported.parent / "cache"),
+        "HF_HUB_CACHE": str(hub),
+        "HF_HUB_OFFLINE": "1",
+    }
     run = subprocess.run(
-        [sys.executable, "-I", str(runner), str(exported), str(target)],
+        [sys.executable, "-I", str(runner), str(exported), "org/model-1.5", str(target)],
         capture_output=True,
         text=True,
         env=environment,
@@ -97,6 +109,11 @@ def test_saving_keeps_code_and_bits(alone, exported):
     assert {p.name: p.read_bytes() for p in saved.glob("*.py")} == {
         p.name: p.read_bytes() for p in exported.glob("*.py")
     }
+
+
+def test_a_downloaded_repository_runs_alike(alone):
+    assert torch.equal(alone["hub"]["logits"], alone["off"]["logits"])
+    assert torch.equal(alone["hub"]["sequences"], alone["off"]["sequences"])
 
 
 def test_loads_with_neither_fail(alone):
