@@ -48,14 +48,15 @@ class PassGraph:
         self._launches, self._graph = launches, None
         if device.type != "cuda":
             return
-        stream = torch.cuda.Stream(device)
+        # Ahead of the model's second stream, whose launches should only fill what these leave.
+        stream = torch.cuda.Stream(device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels compile and libraries plan before anything is captured
                 launches()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             launches()
 
     def replay(self) -> None:

@@ -33,8 +33,21 @@ def dot(a, b):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 x with only the digits of `dtype`. The interpreter truncates to BF16, so there it is rounded by its bits."""
-    if INTERPRET and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    """fp32 x with only the digits of `dtype`, in fp32.
+
+    For BF16 the compiler must not see what happens: knowing that both sides of a later product or sum are BF16, it
+    computes in BF16 and contracts the two into one operation, which leaves out a rounding. The interpreter truncates.
+    """
+    if dtype == tl.bfloat16:
+        if INTERPRET:
+            bits = x.to(tl.int32, bitcast=True)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.bf16.f32 high, $1; mov.b16 low, 0; mov.b32 $0, {low, high}; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     return x.to(dtype).to(tl.float32)

@@ -4,10 +4,9 @@ p = softmax_fp32(W (rmsnorm(x) * scale * H^-1/2)); the k largest p, renormalised
 It reads the raw residual, not the experts' normed input.
 
 The Triton launch starts from the normed, scaled input that `residual_norms` wrote. With one program a tile of rows, a
-canvas would keep 16 SMs busy, each reading all of W (720 KB), and leave the rest idle. Below SPLIT_ROWS rows each
-tile's sum over H is therefore spread over programs of CHUNK columns; the last one to finish, told by a counter, adds
-the parts up. Parts are always added in the order of their columns, and longer batches add the same parts inside one
-program, so the result depends neither on who came last nor on the batch.
+canvas would keep 16 SMs busy, each reading all of W (720 KB), and leave the rest idle. Each tile's sum over H is
+therefore spread over programs of CHUNK columns; the last one to finish, told by a counter, adds the parts up, always in
+the order of their columns, so the result depends neither on who came last nor on the batch.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from redraft.kernels.launch import dot, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
 CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows
-SPLIT_ROWS = 2048  # from about this many rows on, tiles alone fill a GPU
-WIDE_ROWS = 4096  # from here on wide tiles do, and read W less often
-NARROW, WIDE = 16, 64  # rows a tile
+TILE_ROWS = 16
 
 
 def route(
@@ -50,18 +47,16 @@ def choose_reference(
 
 @dataclass(frozen=True)
 class RouterScratch:
-    """What `route_into` needs for short batches; one serves all layers, whose launches follow each other."""
+    """What `route_into` writes on its way; one serves all layers, whose launches follow each other."""
 
-    parts: torch.Tensor  # fp32 [tiles, chunks, experts, NARROW]
+    parts: torch.Tensor  # fp32 [tiles, chunks, TILE_ROWS, experts]
     tickets: torch.Tensor  # int32 [tiles], zero between launches
 
 
-def router_scratch(rows: int, hidden: int, num_experts: int, device: torch.device) -> RouterScratch | None:
-    """Scratch for batches of `rows` rows, None when they need none."""
-    if rows >= SPLIT_ROWS:
-        return None
-    tiles, chunks = triton.cdiv(rows, NARROW), triton.cdiv(hidden, CHUNK)
-    shape = (tiles, chunks, _expert_block(num_experts), NARROW)
+def router_scratch(rows: int, hidden: int, num_experts: int, device: torch.device) -> RouterScratch:
+    """Scratch for batches of up to `rows` rows."""
+    tiles, chunks = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, CHUNK)
+    shape = (tiles, chunks, TILE_ROWS, _expert_block(num_experts))
     return RouterScratch(
         torch.empty(shape, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -107,30 +102,29 @@ def _choose(
     BLOCK_TOP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Softmax, top-k and renormalisation of logits [BLOCK_E, BLOCK_M]."""
-    real = (e < E)[:, None]
+    """Top-k of logits [BLOCK_M, BLOCK_E] and their softmax, whose sum over all experts renormalising cancels."""
+    real = (e < E)[None, :]
     logits = tl.where(real, rounded(logits, dtype), -float("inf"))
-    p = tl.exp(logits - tl.max(logits, axis=0)[None, :])
-    p = p / tl.sum(p, axis=0)[None, :]
-    # Probabilities are not negative, so their bits order as they do; below them, a lower id makes a larger key.
-    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - e)[:, None].to(tl.int64)
+    p = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    # These are not negative, so their bits order as they do; below them, a lower id makes a larger key.
+    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - e)[None, :].to(tl.int64)
     key = tl.where(real, key, -1)
-    place = tl.arange(0, BLOCK_TOP)[:, None]
-    weights = tl.zeros((BLOCK_TOP, BLOCK_M), tl.float32)
-    experts = tl.zeros((BLOCK_TOP, BLOCK_M), tl.int32)
+    place = tl.arange(0, BLOCK_TOP)[None, :]
+    weights = tl.zeros((BLOCK_M, BLOCK_TOP), tl.float32)
+    experts = tl.zeros((BLOCK_M, BLOCK_TOP), tl.int32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for j in tl.static_range(TOP_K):
-        best = tl.max(key, axis=0)
+        best = tl.max(key, axis=1)
         expert = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
         weight = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         total += weight
-        weights = tl.where(place == j, weight[None, :], weights)
-        experts = tl.where(place == j, expert[None, :], experts)
-        key = tl.where(e[:, None] == expert[None, :], -1, key)
-    mask = (place < TOP_K) & (rows[None, :] < R)
+        weights = tl.where(place == j, weight[:, None], weights)
+        experts = tl.where(place == j, expert[:, None], experts)
+        key = tl.where(e[None, :] == expert[:, None], -1, key)
+    mask = (place < TOP_K) & (rows[:, None] < R)
     scale = tl.load(scale_ptr + experts, mask=mask, other=0.0).to(tl.float32)
-    target = rows[None, :] * TOP_K + place
-    tl.store(weights_ptr + target, weights / total[None, :] * scale, mask=mask)
+    target = rows[:, None] * TOP_K + place
+    tl.store(weights_ptr + target, weights / total[:, None] * scale, mask=mask)
     tl.store(experts_ptr + target, experts, mask=mask)
 
 
@@ -147,7 +141,6 @@ def _route_kernel(
     H: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -156,25 +149,21 @@ def _route_kernel(
     BLOCK_TOP: tl.constexpr,
 ):
     pid_m = tl.program_id(0).to(tl.int64)
+    pid_k = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     rows = pid_m * BLOCK_M + m
     e = tl.arange(0, BLOCK_E)
-    dtype = x_ptr.dtype.element_ty
-    logits = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
-    if SPLIT:
-        pid_k = tl.program_id(1)
-        parts = parts_ptr + pid_m * (CHUNKS * BLOCK_E * BLOCK_M) + e[:, None] * BLOCK_M + m[None, :]
-        part = _part(x_ptr, proj_ptr, rows, e, pid_k, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
-        tl.store(parts + pid_k * (BLOCK_E * BLOCK_M), part)
-        tl.debug_barrier()  # every warp has stored before the ticket, whose release covers them all
-        if tl.atomic_add(tickets_ptr + pid_m, 1, sem="acq_rel") == CHUNKS - 1:
-            tl.store(tickets_ptr + pid_m, 0)
-            for chunk in tl.static_range(CHUNKS):
-                logits += tl.load(parts + chunk * (BLOCK_E * BLOCK_M), cache_modifier=".cg")
-            _choose(logits, scale_ptr, weights_ptr, experts_ptr, rows, e, R, dtype, E, TOP_K, BLOCK_TOP, BLOCK_M)
-    else:
-        for chunk in range(CHUNKS):
-            logits += _part(x_ptr, proj_ptr, rows, e, chunk, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
+    parts = parts_ptr + pid_m * (CHUNKS * BLOCK_E * BLOCK_M)
+    part = _part(x_ptr, proj_ptr, rows, e, pid_k, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
+    tl.store(parts + pid_k * (BLOCK_E * BLOCK_M) + m[None, :] * BLOCK_E + e[:, None], part)
+    tl.debug_barrier()  # every warp has stored before the ticket, whose release covers them all
+    if tl.atomic_add(tickets_ptr + pid_m, 1, sem="acq_rel") == CHUNKS - 1:
+        tl.store(tickets_ptr + pid_m, 0)
+        logits = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            at = parts + chunk * (BLOCK_E * BLOCK_M) + m[:, None] * BLOCK_E + e[None, :]
+            logits += tl.load(at, cache_modifier=".cg")
+        dtype = x_ptr.dtype.element_ty
         _choose(logits, scale_ptr, weights_ptr, experts_ptr, rows, e, R, dtype, E, TOP_K, BLOCK_TOP, BLOCK_M)
 
 
@@ -186,43 +175,38 @@ def route_into(
     *,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    scratch: RouterScratch | None = None,
+    scratch: RouterScratch,
 ) -> None:
     """Route router_in [R, H], already normed and scaled, by proj [E, H]: weights fp32 [R, k], experts int32 [R, k].
 
     Logits are rounded to the model's dtype, as a matrix product in it does; ties go to the lower expert id.
-    scratch comes from `router_scratch` for at least R rows; without it every tile sums alone, with the same result.
+    scratch comes from `router_scratch` for at least R rows.
     """
     rows, hidden = router_in.shape
     num_experts = proj.shape[0]
-    block_m = WIDE if rows >= WIDE_ROWS else NARROW
-    tiles, chunks = triton.cdiv(rows, block_m), triton.cdiv(hidden, CHUNK)
+    tiles, chunks = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, CHUNK)
     block_e = _expert_block(num_experts)
-    if rows >= SPLIT_ROWS:
-        scratch = None
-    if scratch is not None:
-        assert scratch.parts.shape[1:] == (chunks, block_e, NARROW), "the scratch belongs to another shape"
-        assert scratch.tickets.shape[0] >= tiles, "the scratch is for fewer rows"
-    _route_kernel[(tiles, chunks if scratch else 1)](
+    assert scratch.parts.shape[1:] == (chunks, TILE_ROWS, block_e), "the scratch belongs to another shape"
+    assert scratch.tickets.shape[0] >= tiles, "the scratch is for fewer rows"
+    _route_kernel[(tiles, chunks)](
         router_in,
         proj,
         per_expert_scale,
         weights,
         experts,
-        scratch.parts if scratch else None,
-        scratch.tickets if scratch else None,
+        scratch.parts,
+        scratch.tickets,
         rows,
         H=hidden,
         E=num_experts,
         TOP_K=top_k,
-        SPLIT=scratch is not None,
         CHUNKS=chunks,
         CHUNK=CHUNK,
         BLOCK_K=64,  # a CHUNK is four steps, three of which are loading while one is multiplied
         BLOCK_E=block_e,
-        BLOCK_M=block_m,
+        BLOCK_M=TILE_ROWS,
         BLOCK_TOP=triton.next_power_of_2(top_k),
-        num_warps=4 if block_m == NARROW else 8,
+        num_warps=4,
     )
 
 

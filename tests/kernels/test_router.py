@@ -1,4 +1,4 @@
-"""The router's launch: exact on exact inputs, near-optimal on random ones, the same however it is split."""
+"""The router's launch: exact on exact inputs, near-optimal on random ones, the same in any batch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import torch
 import torch.nn.functional as F
 from tolerance import DEVICE, poisoned
 
-from redraft.kernels import router
 from redraft.kernels.router import choose_reference, route_into, router_scratch
 
 
-def run(x: torch.Tensor, proj: torch.Tensor, scale: torch.Tensor, top_k: int, *, split: bool = True):
+def run(x: torch.Tensor, proj: torch.Tensor, scale: torch.Tensor, top_k: int):
     rows, hidden = x.shape
-    scratch = router_scratch(rows, hidden, proj.shape[0], DEVICE) if split else None
+    scratch = router_scratch(rows, hidden, proj.shape[0], DEVICE)
     weights = poisoned(rows, top_k, dtype=torch.float32)
     experts = poisoned(rows, top_k, dtype=torch.int32)
     route_into(x, proj, scale, top_k, weights=weights, experts=experts, scratch=scratch)
-    if scratch is not None:
-        assert not scratch.tickets.any(), "the next launch needs tickets at zero"
+    assert not scratch.tickets.any(), "the next launch needs tickets at zero"
     return weights, experts
 
 
@@ -43,10 +41,9 @@ def test_exact_logits(rows, hidden, num_experts, top_k):
     scale = torch.rand(num_experts, device=DEVICE).bfloat16()
     logits = (x.double() @ proj.double().T).bfloat16()
     wanted, wanted_experts = choose_reference(logits, scale, top_k)
-    for split in (True, False):
-        weights, experts = run(x, proj, scale, top_k, split=split)
-        assert torch.equal(experts.long(), wanted_experts)
-        torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-7)
+    weights, experts = run(x, proj, scale, top_k)
+    assert torch.equal(experts.long(), wanted_experts)
+    torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("rows", "hidden", "num_experts", "top_k"), SHAPES)
@@ -66,8 +63,8 @@ def test_random_logits(rows, hidden, num_experts, top_k):
     # Each logit may be off by a step, so each ratio of two probabilities by e^(2 step).
     shares = F.softmax(exact.gather(1, experts), dim=-1) * scale[experts].double()
     torch.testing.assert_close(weights.double(), shares, rtol=2.5 * step, atol=0)
-    alone, alone_experts = run(x, proj, scale, top_k, split=False)
-    assert torch.equal(alone, weights) and torch.equal(alone_experts.long(), experts), "splitting changed the result"
+    alone, alone_experts = run(x[-1:], proj, scale, top_k)
+    assert torch.equal(alone, weights[-1:]) and torch.equal(alone_experts.long(), experts[-1:]), "alone as in a batch"
 
 
 def test_ties_and_vanished_probabilities():
@@ -79,18 +76,6 @@ def test_ties_and_vanished_probabilities():
     weights, experts = run(x, proj, torch.ones(16, device=DEVICE).bfloat16(), 4)
     assert experts.tolist() == [[0, 1, 2, 3], [5, 0, 1, 2], [0, 1, 2, 3]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[0.25] * 4, [1.0, 0, 0, 0], [0.25] * 4]))
-
-
-def test_long_batches(monkeypatch):
-    """Many rows need no scratch, and still more take wide tiles: the rows' results stay."""
-    torch.manual_seed(0)
-    x, proj = small_integers(70, 300), small_integers(12, 300)
-    scale = torch.rand(12, device=DEVICE).bfloat16()
-    short = run(x, proj, scale, 3)
-    for limit in ("SPLIT_ROWS", "WIDE_ROWS"):
-        monkeypatch.setattr(router, limit, 70)
-        assert router_scratch(70, 300, 12, DEVICE) is None
-        assert all(torch.equal(a, b) for a, b in zip(run(x, proj, scale, 3), short, strict=True)), limit
 
 
 @pytest.mark.gpu
