@@ -64,9 +64,14 @@ def verdict(pair: dict[str, Any], report: dict[str, Any]) -> str:
     results = report["results"]
     counts = {name: next(reversed(results[name].values()))["correct"] for name in (pair["baseline"], pair["arm"])}
     speed = figures["tokens_per_second_ratio"]
-    low, high = speed["interval"]
-    parts = [f"**{pair['arm']}** is {speed['ratio']:.2f} times as fast as **{pair['baseline']}** in tokens per second"]
-    parts.append(f" (95 % interval {low:.2f} to {high:.2f})")
+    if speed is None:
+        parts = [f"**{pair['arm']}** cannot be compared in speed: **{pair['baseline']}** wrote nothing but padding"]
+    else:
+        low, high = speed["interval"]
+        parts = [
+            f"**{pair['arm']}** is {speed['ratio']:.2f} times as fast as **{pair['baseline']}** in tokens per second "
+            f"(95 % interval {low:.2f} to {high:.2f})"
+        ]
     if not report["random_weights"]:
         p = figures["mcnemar_p"]
         shown = "a difference in accuracy is shown" if p < LEVEL else "no difference in accuracy is shown"
@@ -95,11 +100,19 @@ def _each(report: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any]]]:
 
 def _accuracy(report: dict[str, Any]) -> str:
     rows = [
-        (task, arm, f"{f['correct']}/{f['items']}", _percent(f["accuracy"]), _interval(f["interval"]), f["cut_off"])
+        (
+            task,
+            arm,
+            f"{f['correct']}/{f['items']}",
+            _percent(f["accuracy"]),
+            _interval(f["interval"]),
+            f["cut_off"],
+            f["empty"],
+        )
         for arm, task, f in _each(report)
     ]
-    note = "Intervals are Wilson's. *Cut off* counts answers that the token limit ended."
-    return _table(("task", "arm", "right", "accuracy", "95 % interval", "cut off"), rows) + f"\n\n{note}"
+    note = "Intervals are Wilson's. *Cut off* counts answers that the token limit ended, *empty* those without text."
+    return _table(("task", "arm", "right", "accuracy", "95 % interval", "cut off", "empty"), rows) + f"\n\n{note}"
 
 
 def _pairs(report: dict[str, Any]) -> str:
@@ -135,7 +148,8 @@ def _speed(report: dict[str, Any]) -> str:
             )
         )  # fmt: skip
     note = (
-        "*Aggregate* is all tokens over all seconds, *per request* the mean of each answer's tokens over its seconds. "
+        "*Aggregate* is all tokens over all seconds, *per request* the mean of each answer's tokens over its seconds; "
+        "padding is no token. "
         "*ms per pass* is all seconds over all denoising passes, so it holds the prompt's encoding and all the rest. "
         "Ratios are against the first arm; intervals are from a paired bootstrap over the questions."
     )

@@ -38,7 +38,10 @@ class Question:
 
 @dataclass(frozen=True)
 class AbRecord(Record):
-    """One answer of one arm. `seconds` and `answer_seconds` are the same here: answers are given one at a time."""
+    """One answer of one arm.
+
+    `tokens` leaves padding out. `seconds` and `answer_seconds` are the same: answers are given one at a time.
+    """
 
     arm: str
     turn: int  # the how-manieth arm to answer this question, from 0
@@ -128,8 +131,11 @@ class _Round:
         weights, peak = self.opened[arm.name].weight_bytes, peak_bytes(self.device)
         if self.device.type == "cuda":  # other arms' weights are no part of this one's peak
             peak = weights + self.kept[arm.holder, arm.tier] + peak - before
+        graded_fields = graded(question.task, question.item, result)
+        if self.settings[arm.name].eos_token_ids:  # padding in the place of an answer is no speed, unless all is noise
+            graded_fields["tokens"] = round(result.tokens_per_forward * result.forwards)
         return AbRecord(
-            **graded(question.task, question.item, result),
+            **graded_fields,
             seconds=seconds,
             answer_seconds=seconds,
             arm=arm.name,

@@ -54,6 +54,7 @@ def arm_figures(records: Sequence[AbRecord]) -> dict[str, Any]:
         "answer_tokens": _spread([r.tokens for r in records]),
         "answer_seconds": _spread([r.seconds for r in records]),
         "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas]),
+        "empty": sum(not r.answer.strip() for r in records),
         "prompt_tokens": sum(r.prompt_tokens for r in records) / len(records),
         "weight_bytes": max(r.weight_bytes for r in records),
         "peak_bytes": max(r.peak_bytes for r in records),
@@ -83,7 +84,7 @@ def pair_figures(baseline: Sequence[AbRecord], other: Sequence[AbRecord]) -> dic
         "same_answer": sum(a.answer == b.answer for a, b in pairs) / len(pairs),
         "tokens_per_second_ratio": _ratio(*work),
         "forwards_per_second_ratio": _ratio(*passes),
-        "request_tokens_per_second_ratio": _mean_rate(other) / _mean_rate(baseline),
+        "request_tokens_per_second_ratio": _mean_rate(other) / mean if (mean := _mean_rate(baseline)) else None,
         "differing": [a.id for a, b in pairs if a.correct != b.correct],
     }
 
@@ -92,6 +93,6 @@ def _mean_rate(records: Sequence[AbRecord]) -> float:
     return sum(r.tokens / r.seconds for r in records) / len(records)
 
 
-def _ratio(baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    ratio, low, high = rate_ratio(baseline, other)
-    return {"ratio": ratio, "interval": [low, high]}
+def _ratio(baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
+    found = rate_ratio(baseline, other)
+    return None if found is None else {"ratio": found[0], "interval": list(found[1:])}

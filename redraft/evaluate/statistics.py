@@ -50,17 +50,28 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
 
 def rate_ratio(
     baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], resamples: int = 2000
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float] | None:
     """The rate of `other` over that of `baseline`, and the ends of the ratio's 95 % bootstrap interval.
 
     Pair i of both is (amount, time) of the same question, a rate is all amounts over all times, and whole questions
-    are resampled, so that what makes one long for both sides cancels. The same input gives the same interval.
+    are resampled, so that what makes one long for both sides cancels. The same input gives the same interval. None
+    where the baseline has no amount.
     """
     draw = random.Random(0)
     indices = range(len(baseline))
+    ratio = _ratio(baseline, other, indices)
+    if ratio is None:
+        return None
     samples = (draw.choices(indices, k=len(baseline)) for _ in range(resamples))
-    ratios = [_rate(other, sample) / _rate(baseline, sample) for sample in samples]
-    return _rate(other, indices) / _rate(baseline, indices), percentile(ratios, 2.5), percentile(ratios, 97.5)
+    ratios = [found for sample in samples if (found := _ratio(baseline, other, sample)) is not None]
+    return ratio, percentile(ratios, 2.5), percentile(ratios, 97.5)
+
+
+def _ratio(
+    baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], indices: Sequence[int]
+) -> float | None:
+    below = _rate(baseline, indices)
+    return _rate(other, indices) / below if below else None
 
 
 def _rate(pairs: Sequence[tuple[float, float]], indices: Sequence[int]) -> float:

@@ -38,13 +38,21 @@ def test_a_constant_ratio_has_no_spread() -> None:
     assert rate_ratio(baseline, other) == pytest.approx((1.6, 1.6, 1.6))
 
 
+def test_a_baseline_that_wrote_nothing_has_no_ratio() -> None:
+    assert rate_ratio([(0.0, 1.0), (0.0, 2.0)], [(5.0, 1.0), (5.0, 1.0)]) is None
+    partly = rate_ratio([(0.0, 1.0), (4.0, 1.0)], [(4.0, 1.0), (4.0, 1.0)])
+    assert partly is not None and partly[0] == pytest.approx(2)
+
+
 def test_the_interval_holds_the_ratio_and_repeats() -> None:
     baseline = [(10.0, 1.0 + 0.1 * i) for i in range(30)]
     other = [(10.0, 0.6 + 0.02 * (i % 7)) for i in range(30)]
-    ratio, low, high = rate_ratio(baseline, other)
+    found = rate_ratio(baseline, other)
+    assert found is not None
+    ratio, low, high = found
     assert ratio == pytest.approx(sum(s for _, s in baseline) / sum(s for _, s in other))
     assert low < ratio < high
-    assert (ratio, low, high) == rate_ratio(baseline, other)
+    assert found == rate_ratio(baseline, other)
 
 
 def record(arm: str, item: int, correct: bool, seconds: float, **changes: object) -> AbRecord:
