@@ -2,7 +2,8 @@
 
 transformers loads code from a checkpoint's directory as modules of one flat package and fetches those files that it
 finds named in lines `from .NAME import`. So a module such as redraft.hf.experts becomes redraft_hf_experts.py: its
-source as it is, with the lines that import from redraft rewritten. The entry module names all others.
+source as it is, with the lines that import from redraft rewritten. The entry module names all others. A file that a
+module reads, which has its name but another suffix, becomes a string at the module's end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from redraft.quant.rewrite import Part, copy_part, shard_name, shards, write_che
 from redraft.weights import iter_tensors
 
 ENTRY, ENTRY_NAME, CLASS = "redraft.hf.remote", "modeling_redraft", "RedraftDiffusionGemma"
+COMPANION = "redraft.hf.companion"
 AUTO_MAP = {"AutoModelForMultimodalLM": f"{ENTRY_NAME}.{CLASS}"}
 
 
@@ -99,7 +101,10 @@ def _meta(source: CheckpointFiles) -> dict[str, Any]:
 def bundle() -> dict[str, str]:
     """File name -> source of the entry module and of every module of Redraft that it needs."""
     sources = {name: _source(name) for name in needed_modules(ENTRY)}
-    files = {f"{flat_name(name)}.py": _header(name) + rewritten(text) for name, text in sources.items()}
+    files = {
+        f"{flat_name(name)}.py": _header(name) + rewritten(text) + bringing(_companions(name))
+        for name, text in sources.items()
+    }
     others = sorted(flat_name(name) for name in sources if name != ENTRY)
     named = "".join(f"from .{name} import __name__ as _  # noqa: F401\n" for name in others)
     files[f"{ENTRY_NAME}.py"] += (
@@ -109,8 +114,8 @@ def bundle() -> dict[str, str]:
 
 
 def needed_modules(entry: str) -> list[str]:
-    """`entry` and all modules of Redraft that it imports, directly or not, anywhere in their code."""
-    found = [entry]
+    """`entry` and all modules of Redraft that it imports, directly or not, anywhere in their code; and COMPANION."""
+    found = [entry, COMPANION]
     for module in found:
         for node in _own_imports(ast.parse(_source(module))):
             found += {target: None for target, _ in _targets(node) if target not in found}
@@ -134,10 +139,26 @@ def rewritten(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def bringing(companions: Mapping[str, str]) -> str:
+    """What makes a module write the named files beside itself when it is imported."""
+    calls = [f"bring(__file__, {name!r}, {text!r})\n" for name, text in companions.items()]
+    return "".join([f"\nfrom .{flat_name(COMPANION)} import bring  # noqa: E402\n\n", *calls]) if calls else ""
+
+
+def _companions(module: str) -> dict[str, str]:
+    own = _file(module)
+    others = (path for path in sorted(own.parent.glob(f"{own.stem}.*")) if path.suffix not in (".py", ".pyc", ".pyi"))
+    return {path.name: path.read_text(encoding="utf-8") for path in others}
+
+
 def _source(module: str) -> str:
+    return _file(module).read_text(encoding="utf-8")
+
+
+def _file(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"{module} has a file"
-    return Path(spec.origin).read_text(encoding="utf-8")
+    return Path(spec.origin)
 
 
 def _header(module: str) -> str:

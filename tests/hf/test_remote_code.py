@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import shutil
@@ -25,8 +26,10 @@ from redraft.config import TIERS, QuantSpec
 from redraft.errors import CheckpointError
 from redraft.quant.export import export_compressed_tensors
 from redraft.quant.remote_code import (
+    COMPANION,
     ENTRY,
     ENTRY_NAME,
+    bringing,
     bundle,
     export_remote_code,
     flat_name,
@@ -201,6 +204,23 @@ def f():
         "",
         "    return part_of",
     ]
+
+
+def test_a_file_that_a_module_reads_comes_along(tmp_path, monkeypatch):
+    (tmp_path / "flat").mkdir()
+    text = "__device__ void f() {}\n// \"quoted\" 'and' \\ escaped \N{GREEK SMALL LETTER MU}\n"
+    companion = f"{flat_name(COMPANION)}.py"
+    (tmp_path / "flat" / companion).write_text(bundle()[companion], encoding="utf-8")
+    reader = "from pathlib import Path\nSOURCE = Path(__file__).with_name('kernel.cu')\n"
+    (tmp_path / "flat" / "kernel.py").write_text(reader + bringing({"kernel.cu": text}), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("flat.kernel")
+    assert module.SOURCE.read_text("utf-8") == text
+    files = sorted(p.name for p in (tmp_path / "flat").iterdir() if p.is_file())
+    assert files == ["kernel.cu", "kernel.py", companion]
+    everything = "".join(bundle().values())
+    sources = Path(redraft.__file__).with_name("kernels").glob("*.cu")
+    assert all(f"bring(__file__, {path.name!r}, " in everything for path in sources)
 
 
 # The command
