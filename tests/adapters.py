@@ -18,7 +18,7 @@ TARGETS = rf"model\.(decoder|encoder\.language_model)\.{LAYER}|model\.decoder\.s
 
 
 def peft_model(path: Path, sides: str = "both", name: str = "default", **settings: Any):
-    """transformers' model of a checkpoint under a random adapter; sides "both" gets the same factors on both."""
+    """transformers' model of a checkpoint under a random adapter; sides "both" shares factors."""
     peft = pytest.importorskip("peft")
     targets = {"both": TARGETS, "decoder": rf"model\.decoder\.{LAYER}", "encoder": rf"model\.encoder\.lang.*\.{LAYER}"}
     base = DiffusionGemmaForBlockDiffusion.from_pretrained(path).float().eval()
@@ -26,11 +26,17 @@ def peft_model(path: Path, sides: str = "both", name: str = "default", **setting
     given = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets[sides], **settings}
     model = peft.get_peft_model(base, peft.LoraConfig(**given), adapter_name=name).eval()
     if sides == "both":
-        modules = dict(model.named_modules())
-        for place, module in modules.items():
-            if ENCODER in place and ".lora_" in place and hasattr(module, "weight"):
-                module.weight.data.copy_(modules[place.replace(ENCODER, DECODER)].weight)
+        share_factors(model)
     return model
+
+
+def share_factors(model: Any) -> None:
+    """As docs/export.md recommends before training."""
+    modules = dict(model.get_base_model().named_modules())
+    for name, module in modules.items():
+        if hasattr(module, "lora_A") and name.startswith(ENCODER):
+            twin = modules[name.replace(ENCODER, DECODER)]
+            module.lora_A, module.lora_B = twin.lora_A, twin.lora_B
 
 
 @torch.no_grad()

@@ -108,6 +108,19 @@ class TestOursInTransformers:
         assert isinstance(model, DiffusionGemmaForBlockDiffusion)
         assert model.config.quantization_config.to_dict() == quantization_config(SPEC)
 
+    def test_hub_id(self, packed_dir: Path, tmp_path: Path):
+        """From the hub's cache with no more files in it than transformers asks for."""
+        snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+        snapshot.mkdir(parents=True)
+        index = json.loads((packed_dir / "model.safetensors.index.json").read_text())
+        for name in {"config.json", "model.safetensors.index.json", *index["weight_map"].values()}:
+            shutil.copyfile(packed_dir / name, snapshot / name)
+        (tmp_path / "models--org--name" / "refs").mkdir()
+        (tmp_path / "models--org--name" / "refs" / "main").write_text("0123abcd")
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True)
+        model.save_pretrained(tmp_path / "saved")
+        assert_same_weights(tmp_path / "saved", packed_dir)
+
     def test_files_are_checked_before_loading(self, copied: Path):
         file = copied / "experts_001.safetensors"
         file.write_bytes(file.read_bytes()[:-8])

@@ -132,6 +132,7 @@ class TestRefused:
     def test_sides_that_differ(self, tiny_dir: Path):
         model = peft_model(tiny_dir)
         layer = model.get_base_model().model.encoder.language_model.layers[1].self_attn.q_proj
+        layer.lora_B = copy.deepcopy(layer.lora_B)
         with torch.no_grad():
             layer.lora_B["default"].weight[3, 1] += 1
         name = "layers.1.self_attn.q_proj"
