@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from redraft.ab.run import WARM_UP_STARTS
+
 LEVEL = 0.05  # below this a McNemar test is called a difference
 
 
@@ -201,8 +203,9 @@ def _method(report: dict[str, Any]) -> str:
         f"{report['questions']} questions ({', '.join(report['tasks'])}, the first {report['limit']} of each at most), "
         "one at a time. A question's seed comes from its index and --seed "
         f"{report['seed']}, and is set anew before every answer.",
-        "Every arm answered one question before the clock started, after loading and after every resumption. Seconds "
-        "run from the prompt's text to the answer's, tokenizer included; grading is not timed.",
+        "Before the clock started, after loading and after every resumption, every arm answered the longest question "
+        f"and began to answer the first {WARM_UP_STARTS}. Seconds run from the prompt's text to the answer's, tokenizer "
+        "included; grading is not timed.",
     ]
     if report["fixed_steps"] is not None:
         lines.append(f"--fixed-steps {report['fixed_steps']}: every canvas took exactly so many passes.")

@@ -26,6 +26,8 @@ from redraft.evaluate.run import Record, ResultsFile, graded, item_seed, read_re
 from redraft.evaluate.tasks import Item, Task
 from redraft.files import write_text
 
+WARM_UP_STARTS, WARM_UP_PASSES = 16, 2  # questions that an arm begins to answer before the clock starts, and how far
+
 
 @dataclass(frozen=True)
 class Question:
@@ -87,7 +89,7 @@ def answer_all(
     for number, group in enumerate(grouped):
         open_questions = {q.item.id for q in questions if any((arm.name, q.item.id) not in done for arm in group)}
         if open_questions:
-            yield from _Round(models, group, settings, opened, questions[0]).answers(questions, done)
+            yield from _Round(models, group, settings, opened, questions).answers(done)
         models.close([arm for following in grouped[number + 1 :] for arm in following])
 
 
@@ -100,22 +102,30 @@ class _Round:
         arms: Sequence[Arm],
         settings: Mapping[str, DecodeSettings],
         opened: Callable[[Arm, Opened], None],
-        warm_up: Question,
+        questions: Sequence[Question],
     ):
-        self.device, self.arms, self.settings = models.device, arms, settings
+        self.device, self.arms, self.settings, self.questions = models.device, arms, settings, questions
         # BF16 first: the W4 model is made of it.
         self.opened = {arm.name: models.open(arm) for arm in sorted(arms, key=lambda arm: arm.weights == "w4")}
         # What a loaded model keeps beside its weights once it has answered: an arena, captured graphs.
         self.kept: dict[Any, int] = {}
         for arm in arms:
             before = _allocated(self.device)
-            self._generate(arm, warm_up)
+            self._warm_up(arm)
             place = (arm.holder, arm.tier)
             self.kept[place] = self.kept.get(place, 0) + max(0, _allocated(self.device) - before)
             opened(arm, self.opened[arm.name])
 
-    def answers(self, questions: Sequence[Question], done: set[tuple[str, str]]) -> Iterator[AbRecord]:
-        for index, question in enumerate(questions):
+    def _warm_up(self, arm: Arm) -> None:
+        """One whole answer, to the longest question, so that every buffer is as large as it gets; then only the start
+        of an answer to some more, because kernels are compiled for the lengths of prompts as they come.
+        """
+        self._generate(arm, max(self.questions, key=lambda question: len(question.item.prompt)))
+        for question in self.questions[:WARM_UP_STARTS]:
+            self._generate(arm, question, max_new_tokens=1, max_denoising_steps=WARM_UP_PASSES)
+
+    def answers(self, done: set[tuple[str, str]]) -> Iterator[AbRecord]:
+        for index, question in enumerate(self.questions):
             for turn, arm in enumerate(turns(self.arms, index)):
                 if (arm.name, question.item.id) not in done:
                     yield self._answer(arm, question, turn)
@@ -146,8 +156,8 @@ class _Round:
             peak_bytes=peak,
         )
 
-    def _generate(self, arm: Arm, question: Question) -> Any:
-        values = vars(self.settings[arm.name])
+    def _generate(self, arm: Arm, question: Question, **changes: Any) -> Any:
+        values = vars(self.settings[arm.name]) | changes
         return self.opened[arm.name].generate(question.item.prompt, seed=question.seed, **values)
 
 

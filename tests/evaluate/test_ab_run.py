@@ -31,6 +31,7 @@ class FakeModels:
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.diary: list[tuple[str, str, int]] = []
+        self.started: list[tuple[str, str, int]] = []
         self.opened: list[str] = []
         self.closed = 0
         self.fail_at = fail_at
@@ -41,7 +42,10 @@ class FakeModels:
         def generate(prompt: str, *, seed: int, **settings: Any) -> Result:
             if len(self.diary) == self.fail_at:
                 raise KeyboardInterrupt
-            self.diary.append((arm.name, prompt, seed))
+            if settings["max_new_tokens"] == 1:
+                self.started.append((arm.name, prompt, settings["max_denoising_steps"]))
+            else:
+                self.diary.append((arm.name, prompt, seed))
             text = f"You said: {prompt}\u2028."  # a separator that splitlines() would cut at
             return Result(text, [5, 6], 7, 4, 1, 0.5, [4], 0.1, 20.0, "stop", seed, 0)
 
@@ -71,6 +75,7 @@ def test_arms_that_fit_take_turns_after_a_warm_up_each() -> None:
     records = run(models, groups(ARMS, together=True))
     warm_up, rest = models.diary[:3], models.diary[3:]
     assert warm_up == [(name, "0", item_seed(5, 0)) for name in ("bf16", "w4", "turbo")]
+    assert models.started == [(name, prompt, 2) for name in ("bf16", "w4", "turbo") for prompt in "012"]
     assert [(r.arm, r.id, r.turn) for r in records[:6]] == [
         ("bf16", "echo/0", 0), ("w4", "echo/0", 1), ("turbo", "echo/0", 2),
         ("turbo", "echo/1", 0), ("w4", "echo/1", 1), ("bf16", "echo/1", 2),
