@@ -297,9 +297,8 @@ def test_generate_is_deterministic_for_a_seed_in_every_cache(turbo):
 
 def test_first_pass_drafts_are_those_of_the_plain_layers(plain, turbo):
     """The first canvas comes from torch's generator in both, and an argmax does not depend on the draw."""
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        assert torch.equal(generate(turbo, seed)[1][0], generate(plain, seed)[1][0])
+    one = {"max_denoising_steps": 1}
+    assert torch.equal(generate(turbo, 7, **one)[1][0], generate(plain, 7, **one)[1][0])
 
 
 def test_later_calls_use_their_own_settings(turbo):

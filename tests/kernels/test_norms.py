@@ -44,6 +44,16 @@ def test_rms_norm_into(rows, weighted, dtype):
     assert_rounded_alike(out, rms_norm(x, weight, EPS))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_in_a_wider_product(heads, dtype):
+    product = normal(5, 100 + heads * 24, dtype=dtype, scale=5)
+    x, weight = product[:, 100:].unflatten(-1, (heads, 24)), normal(24, dtype=dtype)
+    out = poisoned(5, heads, 24, dtype=dtype)
+    rms_norm_into(x, weight, EPS, out)
+    assert_rounded_alike(out, rms_norm(x, weight, EPS))
+
+
 def test_rms_norm_of_extreme_rows():
     """Zeros stay zero; squares that overflow fp32, inf and NaN end as in the reference."""
     x = torch.zeros(5, 64, device=DEVICE).bfloat16()
