@@ -204,8 +204,8 @@ def _method(report: dict[str, Any]) -> str:
         "one at a time. A question's seed comes from its index and --seed "
         f"{report['seed']}, and is set anew before every answer.",
         "Before the clock started, after loading and after every resumption, every arm answered the longest question "
-        f"and began to answer the first {WARM_UP_STARTS}. Seconds run from the prompt's text to the answer's, tokenizer "
-        "included; grading is not timed.",
+        f"and began to answer the first {WARM_UP_STARTS}. Seconds run from the prompt's text to the answer's, the "
+        "tokenizer included; grading is not timed.",
     ]
     if report["fixed_steps"] is not None:
         lines.append(f"--fixed-steps {report['fixed_steps']}: every canvas took exactly so many passes.")

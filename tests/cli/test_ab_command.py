@@ -85,6 +85,18 @@ def test_interrupted_in_place_on_random_weights(
     assert "McNemar p = " not in page.split("## Arms")[0]
 
 
+@pytest.mark.gpu
+def test_tiers_beside_stock_on_a_gpu(run: Run, tmp_path: Path) -> None:
+    args = ("ab", "random:tiny", "--arms", "bf16,w4-off,w4-turbo,engine-w4", "--tasks", "gsm8k", "--limit", "3")
+    outcome = run(*args, "--fixed-steps", "4", "--out", str(tmp_path / "ab"), "--json")
+    assert outcome.code == 0
+    results = {arm: tasks["gsm8k"] for arm, tasks in json.loads(outcome.out.splitlines()[-1])["results"].items()}
+    for figures in results.values():
+        assert figures["peak_bytes"] > figures["weight_bytes"]
+        assert (figures["steps_per_canvas"]["p10"], figures["steps_per_canvas"]["p99"]) == (4, 4)
+    assert results["w4-off"]["weight_bytes"] < results["bf16"]["weight_bytes"]
+
+
 def test_arms_that_do_not_fit_say_so(
     run: Run,
     tmp_path: Path,
