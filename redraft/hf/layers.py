@@ -104,9 +104,10 @@ class _FusedLayer:
     """A layer in which residual sums and the norms around them are two launches, and routing is one more."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if hidden_states.requires_grad:
-            return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         layer: Any = self
+        # The router's weight is read directly, so an adapter around it, loaded later, must run as it is.
+        if hidden_states.requires_grad or type(layer.router.proj) is not nn.Linear:
+            return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
         # The kernels add in place, and hidden_states may be kept by who asked for every layer's output.
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).clone()

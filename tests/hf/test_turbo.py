@@ -191,6 +191,27 @@ def test_adapters_and_biases_keep_separate_products(plain):
         assert not any(isinstance(m, layers.JoinedLinear) for m in model.modules())
 
 
+def test_adapters_loaded_afterwards_are_obeyed(plain, turbo):
+    class Adapted(torch.nn.Module):
+        """As PEFT wraps a layer: the layer's own weight, and an update beside it."""
+
+        def __init__(self, base: torch.nn.Linear):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + 0.5 * x.mean(-1, keepdim=True)
+
+    plain = copy.deepcopy(plain)
+    before = logits(plain)
+    for model in (plain, turbo):
+        for layer in model.model.decoder.layers:
+            layer.router.proj = Adapted(layer.router.proj)
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    torch.testing.assert_close(logits(turbo), logits(plain), rtol=0, atol=2e-5)
+    assert not torch.allclose(logits(plain), before, atol=1e-3)
+
+
 def test_gradients_go_through_the_plain_layers(turbo):
     layer = turbo.model.decoder.layers[0]
     x = torch.randn(2, 32, requires_grad=True)
