@@ -21,7 +21,7 @@ import torch
 from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
-from redraft.kernels.experts import ExpertBuffers, expert_rows, gemm_tiles, repack, tile_rows
+from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, gemm_tiles, prepare_rows, repack
 from redraft.kernels.kv_write import advance, commit_rows
 from redraft.kernels.mlp import gated_into
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
@@ -64,6 +64,7 @@ class FusedModel:
         self.layers = [self._prepare(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self.conditioning_gate_up = _join(weights.self_conditioning, ["gate_proj", "up_proj"])
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._prepared = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -125,9 +126,14 @@ class FusedModel:
             group_sums=b.group_sums, group_size=b.group,
         )  # fmt: skip
         with self._beside():
+            prepare_rows(b.expert_in, b.experts)
+            if self._prepared is not None:
+                self._prepared.record()
             self.dense(layer, b)
         self.route(layer, b)
-        rows = expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts, b.tile_rows)
+        if self._prepared is not None:
+            self._prepared.wait()
+        rows = expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
         self._rejoin()
         combine_norms(
             b.x, b.dense, rows, b.assigned.slot_of, b.routing, w.post_feedforward_layernorm_1,
@@ -148,7 +154,7 @@ class FusedModel:
             b.router_in, w.router_proj, w.per_expert_scale, config.top_k_experts,
             weights=b.routing, experts=b.chosen, scratch=b.router_scratch,
         )  # fmt: skip
-        assign_slots(b.chosen, config.num_experts, b.tile_rows, **vars(b.assigned), counts=b.counts)
+        assign_slots(b.chosen, config.num_experts, TILE_ROWS, **vars(b.assigned), counts=b.counts)
 
     def commit(self, arena: SlotArena, count: torch.Tensor) -> None:
         """Make the first count[slot] in-flight rows, int32 [slots], part of every layer's prefix."""
@@ -200,11 +206,11 @@ class Buffers:
         self.group_sums = torch.empty(rows, hidden // self.group, dtype=torch.float32, device=device)
         self.routing = torch.empty(rows, top_k, dtype=torch.float32, device=device)
         self.chosen = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-        self.tile_rows = tile_rows(rows, top_k, config.num_experts)
-        self.assigned = empty_slots(rows, top_k, config.num_experts, self.tile_rows, device)
+        self.assigned = empty_slots(rows, top_k, config.num_experts, TILE_ROWS, device)
         self.counts = counts_scratch(rows, top_k, config.num_experts, device)
         self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
-        self.experts = ExpertBuffers(rows * top_k, hidden, config.moe_intermediate_size, spec, device) if spec else None
+        width = config.moe_intermediate_size
+        self.experts = expert_buffers(rows, top_k, hidden, width, spec, device) if spec else None
         kinds = {layer.kind: layer for layer in config.layers}
         self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
 

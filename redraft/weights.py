@@ -47,7 +47,7 @@ class PackedExperts:
 class RepackedExperts:
     """Packed experts in the layout of the GPU kernels (`kernels/experts.py`), with as many bytes as PackedExperts.
 
-    *_words int16 [E, row tiles, k blocks, tile rows, k block / 4], four nibbles a word; *_scales int32 [E, row tiles,
+    *_words int16 [E, row tiles * groups, tile rows, group / 4], four nibbles a word; *_scales int32 [E, row tiles *
     groups, tile rows], the fp16 scale in the low half and the fp16 zero point in the high half.
     """
 

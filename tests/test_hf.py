@@ -29,9 +29,9 @@ from redraft.config import QuantSpec
 from redraft.demo.tasks import TASKS
 from redraft.errors import CheckpointError, UsageError
 from redraft.hf import inplace
-from redraft.hf.experts import W4Experts, unpack_words
+from redraft.hf.experts import W4Experts
 from redraft.hf.layers import obstacle
-from redraft.kernels.experts import repack, run_experts
+from redraft.kernels.experts import repack, run_experts, unpack_layer
 from redraft.quant.dg_w4a16 import FENCE, PACKED_NAMES
 from redraft.quant.rtn import quantize_experts
 from redraft.weights import iter_tensors
@@ -362,7 +362,7 @@ def test_repacked_experts_are_recovered_bit_for_bit_and_saved(tmp_path):
     for layer in model.model.decoder.layers:
         packed = layer.experts.packed()
         layer.experts.repacked = repack(packed, layer.experts.config, spec)
-        assert_same_bits(vars(unpack_words(layer.experts.repacked, layer.experts.config)), vars(packed))
+        assert_same_bits(vars(unpack_layer(layer.experts.repacked, layer.experts.config)), vars(packed))
         for name in PACKED_NAMES:
             delattr(layer.experts, name)
     inplace.set_ties(model)

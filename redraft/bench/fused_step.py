@@ -10,7 +10,7 @@ from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
 from redraft.fused import FusedLayer, FusedModel
 from redraft.graphs import SlotRunner
 from redraft.kernels.acceptance import finish_pass
-from redraft.kernels.experts import expert_rows
+from redraft.kernels.experts import expert_rows, prepare_rows
 from redraft.kernels.norms import combine_norms, residual_norms
 from redraft.kernels.sampling import probabilities
 from redraft.kernels.self_conditioning import self_condition
@@ -79,7 +79,8 @@ class FusedStep:
 
     def _experts(self, layer: FusedLayer) -> None:
         b = self.runner.work.rows
-        expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts, b.tile_rows)
+        prepare_rows(b.expert_in, b.experts)
+        expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
 
     def _norms(self, layer: FusedLayer) -> None:
         """The two launches of `FusedModel.feed_forward` around its branches."""

@@ -15,10 +15,9 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from redraft.config import ModelConfig, QuantSpec
 from redraft.errors import UsageError
-from redraft.kernels.experts import gemm_tiles, repack, run_experts
+from redraft.kernels.experts import gemm_tiles, repack, run_experts, unpack_layer
 from redraft.kernels.launch import HAS_TRITON
 from redraft.quant import dg_w4a16
-from redraft.quant.packing import pack_nibbles
 from redraft.weights import PackedExperts, RepackedExperts, iter_tensors
 
 _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
@@ -90,7 +89,7 @@ class W4Experts(nn.Module):
     def packed(self) -> PackedExperts:
         """The tensors of the file format, recovered from the kernels' layout where that is in use."""
         if self.repacked is not None:
-            return unpack_words(self.repacked, self.config)
+            return unpack_layer(self.repacked, self.config)
         return PackedExperts(*(getattr(self, name).detach() for name in dg_w4a16.PACKED_NAMES))
 
     def forward(
@@ -112,34 +111,6 @@ class W4Experts(nn.Module):
             for name, tensor in iter_tensors(self.repacked):
                 setattr(self.repacked, name, moved(tensor))
         return self
-
-
-def unpack_words(repacked: RepackedExperts, config: ModelConfig) -> PackedExperts:
-    """The inverse of `kernels.experts.repack`, bit for bit."""
-    pairs = torch.arange(2 * config.moe_intermediate_size, device=repacked.gate_up_words.device)
-    back = pairs.view(-1, 2, 8).transpose(0, 1).flatten()  # blocks of 8 gate and 8 up rows -> gate rows, then up rows
-    gu_s, gu_z = _split_scales(repacked.gate_up_scales)
-    dn_s, dn_z = _split_scales(repacked.down_scales)
-    return PackedExperts(
-        gu_q=_nibbles(repacked.gate_up_words)[:, back],
-        gu_s=gu_s[:, back],
-        gu_z=gu_z[:, back],
-        dn_q=_nibbles(repacked.down_words),
-        dn_s=dn_s,
-        dn_z=dn_z,
-    )
-
-
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """int16 [E, tiles, k blocks, rows, C] -> uint8 [E, tiles * rows, k blocks * 2C]."""
-    quarters = torch.stack([(words >> (4 * j) & 15).to(torch.uint8) for j in range(4)], dim=-2)
-    return pack_nibbles(quarters.transpose(2, 3).flatten(3).flatten(1, 2))
-
-
-def _split_scales(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [E, tiles, groups, rows] -> scale and zero point, fp16 [E, tiles * rows, groups]."""
-    halves = both.transpose(2, 3).flatten(1, 2).contiguous().unsqueeze(-1).view(torch.float16)
-    return halves[..., 0].contiguous(), halves[..., 1].contiguous()
 
 
 def set_ties(model: Any) -> None:

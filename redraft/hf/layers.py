@@ -22,7 +22,7 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from redraft.hf.experts import W4Experts
-from redraft.kernels.experts import ExpertBuffers, expert_rows, tile_rows
+from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, prepare_rows
 from redraft.kernels.launch import HAS_TRITON, INTERPRET
 from redraft.kernels.norms import combine_norms, residual_norms, rms_norm_into
 from redraft.kernels.router import route_into, router_scratch
@@ -159,12 +159,13 @@ def _experts(
         routed = experts(x, chosen.long(), routing)
         slot_of = torch.arange(rows, dtype=torch.int32, device=x.device)
         return routed, slot_of, torch.ones(rows, 1, dtype=torch.float32, device=x.device)
-    tile = tile_rows(rows, top_k, experts.num_experts)
-    slots = empty_slots(rows, top_k, experts.num_experts, tile, x.device)
+    slots = empty_slots(rows, top_k, experts.num_experts, TILE_ROWS, x.device)
     counts = counts_scratch(rows, top_k, experts.num_experts, x.device)
-    assign_slots(chosen, experts.num_experts, tile, **vars(slots), counts=counts)
-    buffers = ExpertBuffers(rows * top_k, x.shape[1], experts.config.moe_intermediate_size, experts.spec, x.device)
-    return expert_rows(x, sums, experts.repacked, slots, buffers, tile), slots.slot_of, routing
+    assign_slots(chosen, experts.num_experts, TILE_ROWS, **vars(slots), counts=counts)
+    width = experts.config.moe_intermediate_size
+    buffers = expert_buffers(rows, top_k, x.shape[1], width, experts.spec, x.device)
+    prepare_rows(x, buffers)
+    return expert_rows(x, sums, experts.repacked, slots, buffers), slots.slot_of, routing
 
 
 _FUSED: dict[type, type] = {

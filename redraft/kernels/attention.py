@@ -140,9 +140,7 @@ def _attend_kernel(
     pid_m, pid_h = tl.program_id(0), tl.program_id(1)
     pid_s, pid_d = tl.program_id(2) % SPLITS, tl.program_id(2) // SPLITS
     slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
-    length = tl.load(length_ptr + slot)
-    prefix = tl.minimum(length, rows_cap)
-    oldest = (length - prefix) % rows_cap
+    prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     position, head = m // GROUP, kv_head * GROUP + m % GROUP
     d = tl.arange(0, D)
@@ -153,29 +151,40 @@ def _attend_kernel(
     k_ptr += head_start
     v_ptr += head_start
 
-    low, high = 0, prefix + N
+    # Stored rows from the oldest visible one to the prefix's end, those before the oldest (the ring wrapped), own rows.
+    oldest, low, high = 0, 0, prefix + N
     if CAUSAL:
+        oldest = (tl.load(length_ptr + slot) - prefix) % rows_cap
         high = tl.minimum(high, prefix + (pid_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         if WINDOW > 0:
             low = tl.maximum(0, prefix + pid_m * BLOCK_M // GROUP - WINDOW + 1)
-    share = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N
-    low += pid_s * share
-    high = tl.minimum(high, low + share)
+    old = tl.minimum(oldest + low, prefix)
+    young = tl.minimum(tl.maximum(oldest + low - rows_cap, 0), oldest)
+    own, own_end = rows_cap + tl.maximum(low - prefix, 0), rows_cap + high - prefix
+    to_young = tl.cdiv(prefix - old, BLOCK_N)
+    to_own = to_young + tl.cdiv(oldest - young, BLOCK_N)
+    blocks = to_own + tl.cdiv(own_end - own, BLOCK_N)
+    share = tl.cdiv(blocks, SPLITS)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(low, high, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        inside = j < high
-        ring = oldest + j
-        row = tl.where(j < prefix, tl.where(ring < rows_cap, ring, ring - rows_cap), rows_cap + j - prefix)
-        at = row[:, None] * D  # inside one head, where 2^31 elements are 4 million rows
+    n = tl.arange(0, BLOCK_N)
+    at_k, at_v = n[:, None] * D + d[None, :], n[:, None] * D + column[None, :]
+    for block in range(pid_s * share, tl.minimum((pid_s + 1) * share, blocks)):
+        is_old, is_own = block < to_young, block >= to_own
+        row = tl.where(is_old, old + block * BLOCK_N, young + (block - to_young) * BLOCK_N)
+        row = tl.where(is_own, own + (block - to_own) * BLOCK_N, row)
+        end = tl.where(is_own, own_end, tl.where(is_old, prefix, oldest))
+        inside = n < end - row
+        start = row * D  # inside one head, where 2^31 elements are 4 million rows
         # Rows past the end may hold anything, NaN included: zeros keep 0 * value out of the sum.
-        k = tl.load(k_ptr + at + d[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(v_ptr + at + column[None, :], mask=inside[:, None], other=0.0)
+        k = tl.load(k_ptr + start + at_k, mask=inside[:, None], other=0.0)
+        v = tl.load(v_ptr + start + at_v, mask=inside[:, None], other=0.0)
         visible = inside[None, :]
         if CAUSAL:
+            ahead = tl.where(is_own, prefix - rows_cap, tl.where(is_old, -oldest, rows_cap - oldest))
+            j = row + ahead + n
             visible = visible & (j[None, :] <= prefix + position[:, None])
             if WINDOW > 0:
                 visible = visible & (prefix + position[:, None] - j[None, :] < WINDOW)
@@ -191,16 +200,16 @@ def _attend_kernel(
         top = new_top
 
     inside = position < N
+    # A share of the keys in which a row sees nothing has the sum 0; its output counts for nothing, but must be finite.
+    y = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLITS == 1:
         out_row = (slot * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
-        y = rounded(acc / total[:, None], out_ptr.dtype.element_ty)
-        tl.store(
-            out_ptr + out_row[:, None] + column[None, :], rounded(y, out_ptr.dtype.element_ty), mask=inside[:, None]
-        )
+        y = rounded(y, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_row[:, None] + column[None, :], y, mask=inside[:, None])
     else:
         rows = tl.num_programs(1).to(tl.int64) * N * GROUP
         scratch = pid_s * rows + pid_h.to(tl.int64) * N * GROUP + m
-        tl.store(partial_ptr + scratch[:, None] * D + column[None, :], acc, mask=inside[:, None])
+        tl.store(partial_ptr + scratch[:, None] * D + column[None, :], y, mask=inside[:, None])
         # Programs of other output columns hold the same sums.
         tl.store(stats_ptr + scratch * 2, top, mask=inside & (pid_d == 0))
         tl.store(stats_ptr + scratch * 2 + 1, total, mask=inside & (pid_d == 0))
@@ -222,10 +231,11 @@ def _combine_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     for s in tl.static_range(SPLITS):
         stat = stats_ptr + (s * count + m) * 2
-        scale = tl.exp2((tl.load(stat, mask=inside, other=0.0) - top) * LOG2E)
-        total += scale * tl.load(stat + 1, mask=inside, other=1.0)
+        weight = tl.exp2((tl.load(stat, mask=inside, other=0.0) - top) * LOG2E)
+        weight *= tl.load(stat + 1, mask=inside, other=1.0)
+        total += weight
         part = tl.load(partial_ptr + (s * count + m)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-        acc += scale[:, None] * part
+        acc += weight[:, None] * part
     # Scratch rows run (slot, KV head, position, head of the group); output rows (slot, position, head).
     per_head = N * GROUP
     slot_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP

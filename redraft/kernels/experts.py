@@ -9,23 +9,27 @@ grouped matrix products run per layer:
 * Rows that visit the same expert stand next to each other ("slots", `kernels/slots.py`) and are cut into tiles.
 * Weights are the left operand of the tensor cores. One 16-bit word holds four nibbles of one weight row; masking a
   nibble into the low mantissa bits of the BF16 number 128 gives 128 + q exactly, without an integer conversion.
+  Pieces of 16 bytes change places within 128 bytes, so that 8 rows read together come from different memory banks.
 * Scale and zero act on the accumulator, once per group: acc += s * dot(128 + q, x) - s * (128 + z) * sum(x).
 * Gate and up rows alternate in blocks of 8, so both halves of a pair sit in one thread: the activation moves no data.
   A gate/up tile covers one group of the down projection and writes the sums that its zero points need.
+
+On Hopper the same two products run in CUDA C++ (`experts_hopper.py`), on the same weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from redraft.config import ModelConfig, QuantSpec
+from redraft.kernels.experts_hopper import HopperBuffers, hopper_products
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
-from redraft.quant.packing import dequantize, unpack_nibbles
+from redraft.quant.packing import dequantize, pack_nibbles, unpack_nibbles
 from redraft.weights import DenseExperts, PackedExperts, RepackedExperts
 
 Experts = DenseExperts | PackedExperts | RepackedExperts
@@ -65,7 +69,7 @@ def _expert(x: torch.Tensor, experts: DenseExperts | PackedExperts, e: int) -> t
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Settings of one grouped product: weight rows a program, k a step (one or two groups), stages, warps."""
+    """Settings of one grouped product: weight rows a program, k a step (a group), stages, warps."""
 
     rows: int
     k_block: int
@@ -73,26 +77,19 @@ class GemmTile:
     warps: int
 
 
-# Measured on an H200 at 256 rows (docs/log.md): 4 warps, since more halve the work a warp has between two waits.
-GATE_UP_TILE = GemmTile(rows=128, k_block=256, stages=3, warps=4)
+READ_TILES = 3  # row tiles that the Hopper products read together
+TILE_ROWS = 32  # token rows a tile; with more, two accumulators of 128 x rows run out of registers (docs/log.md)
+# Measured on an H200 (docs/log.md): 4 warps, since more halve the work a warp has between two waits.
+GATE_UP_TILE = GemmTile(rows=128, k_block=128, stages=4, warps=4)
 DOWN_TILE = GemmTile(rows=128, k_block=64, stages=4, warps=4)
-
-
-def tile_rows(rows: int, top_k: int, num_experts: int) -> int:
-    """Token rows a tile for a pass of `rows` rows: twice the mean per expert, within what an accumulator can hold."""
-    mean = rows * top_k / num_experts
-    return max(32, min(128, triton.next_power_of_2(int(2 * mean))))
 
 
 def gemm_tiles(config: ModelConfig, spec: QuantSpec) -> tuple[GemmTile, GemmTile] | None:
     """Settings for the gate/up and down products of these shapes, or None where the kernels do not cover them."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     rows = 2 * spec.group_down  # a gate/up tile is one group of down
-    pair = 2 * spec.group_gate_up
-    gate_up = GemmTile(
-        rows, pair if hidden % pair == 0 else spec.group_gate_up, GATE_UP_TILE.stages, GATE_UP_TILE.warps
-    )
-    down = GemmTile(min(128, hidden), spec.group_down, DOWN_TILE.stages, DOWN_TILE.warps)
+    gate_up = replace(GATE_UP_TILE, rows=rows, k_block=spec.group_gate_up)
+    down = replace(DOWN_TILE, rows=min(128, hidden), k_block=spec.group_down)
     powers = all(n & (n - 1) == 0 for n in (spec.group_gate_up, spec.group_down, down.rows))
     fits = 2 * inner % rows == 0 and hidden % down.rows == 0
     large = spec.group_down >= 32 and spec.group_gate_up >= 32
@@ -120,8 +117,43 @@ def _gate_up_order(inner: int, device: torch.device) -> torch.Tensor:
     return torch.cat((block, block + inner), dim=1).flatten()
 
 
+def unpack_layer(repacked: RepackedExperts, config: ModelConfig) -> PackedExperts:
+    """The inverse of `repack`, bit for bit."""
+    back = _gate_up_order(config.moe_intermediate_size, repacked.gate_up_words.device).argsort()
+    gu_s, gu_z = _unpack_scales(repacked.gate_up_scales, 2 * config.moe_intermediate_size)
+    dn_s, dn_z = _unpack_scales(repacked.down_scales, config.hidden_size)
+    return PackedExperts(
+        gu_q=_unpack_words(repacked.gate_up_words, 2 * config.moe_intermediate_size)[:, back],
+        gu_s=gu_s[:, back],
+        gu_z=gu_z[:, back],
+        dn_q=_unpack_words(repacked.down_words, config.hidden_size),
+        dn_s=dn_s,
+        dn_z=dn_z,
+    )
+
+
+def _unpack_words(words: torch.Tensor, rows: int) -> torch.Tensor:
+    ordered = _swizzled(_in_order(words, rows))
+    quarters = torch.stack([(ordered >> (4 * j) & 15).to(torch.uint8) for j in range(4)], dim=-2)
+    return pack_nibbles(quarters.transpose(2, 3).flatten(3).flatten(1, 2))
+
+
+def _unpack_scales(both: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point, fp16 [E, R, G]."""
+    ordered = _in_order(both, rows).transpose(2, 3).flatten(1, 2).contiguous()
+    halves = ordered.unsqueeze(-1).view(torch.float16)
+    return halves[..., 0].contiguous(), halves[..., 1].contiguous()
+
+
+def _in_order(blocks: torch.Tensor, rows: int) -> torch.Tensor:
+    """The inverse of `_reordered` for `rows` weight rows: [E, blocks, tile rows, ...] -> [E, tiles, groups, ...]."""
+    tiles = rows // blocks.shape[2]
+    order = _block_order(tiles, blocks.shape[1] // tiles).to(blocks.device)
+    return blocks[:, order]
+
+
 def _words(packed: torch.Tensor, tile: GemmTile) -> torch.Tensor:
-    """uint8 [E, R, K/2] -> int16 [E, R/rows, K/k_block, rows, k_block/4].
+    """uint8 [E, R, K/2] -> int16 [E, R/rows * K/k_block, rows, k_block/4], blocks in the order of `_block_order`.
 
     Nibble j of word c in a block is k = j * k_block/4 + c: the same nibble of all words is a contiguous quarter.
     """
@@ -129,13 +161,39 @@ def _words(packed: torch.Tensor, tile: GemmTile) -> torch.Tensor:
     words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
     for j in range(4):
         words |= quarters[..., j, :].to(torch.int32) << (4 * j)
-    return words.to(torch.int16).transpose(2, 3).contiguous()
+    return _reordered(_swizzled(words.to(torch.int16).transpose(2, 3)))
+
+
+def _swizzled(words: torch.Tensor) -> torch.Tensor:
+    """Pieces of 8 words of every row [..., rows, C] in the places the kernels read them from; its own inverse."""
+    rows, columns = words.shape[-2:]
+    pieces = columns // 8
+    flip = torch.arange(rows, device=words.device) * pieces // 8 % pieces
+    place = (torch.arange(pieces, device=words.device) ^ flip[:, None])[..., None].expand(rows, pieces, 8)
+    blocks = words.unflatten(-1, (pieces, 8))
+    return blocks.gather(-2, place.expand(blocks.shape)).flatten(-2).contiguous()
 
 
 def _scales(scale: torch.Tensor, zero: torch.Tensor, tile: GemmTile) -> torch.Tensor:
-    """fp16 [E, R, G] twice -> int32 [E, R/rows, G, rows]: scale in the low half, zero point in the high half."""
+    """fp16 [E, R, G] twice -> int32 [E, R/rows * G, rows]: scale in the low half, zero point in the high half."""
     both = torch.stack((scale, zero), dim=-1).unflatten(1, (-1, tile.rows)).transpose(2, 3).contiguous()
-    return both.view(torch.int32).squeeze(-1)
+    return _reordered(both.view(torch.int32).squeeze(-1))
+
+
+def _block_order(tiles: int, groups: int) -> torch.Tensor:
+    """Where block (tile, group) lies, int64 [tiles, groups]: one group of three row tiles is read in one piece."""
+    tile, group = torch.arange(tiles)[:, None], torch.arange(groups)[None, :]
+    first = tile // READ_TILES * READ_TILES
+    return first * groups + group * (tiles - first).clamp(max=READ_TILES) + tile - first
+
+
+def _reordered(blocks: torch.Tensor) -> torch.Tensor:
+    """[E, tiles, groups, ...] -> [E, tiles * groups, ...] in the order of `_block_order`."""
+    place = _block_order(blocks.shape[1], blocks.shape[2]).flatten().argsort().to(blocks.device)
+    return blocks.flatten(1, 2)[:, place].contiguous()
+
+
+READ = tl.constexpr(READ_TILES)
 
 
 @triton.jit
@@ -181,35 +239,37 @@ def _accumulate(
     sum_rows,
     words_ptr,
     scales_ptr,
+    tile,
+    TILES: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile: BLOCK_M weight rows times BLOCK_N token rows over all of K, in fp32."""
-    COLS: tl.constexpr = BLOCK_K // 4
-    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    """BLOCK_M weight rows, row tile `tile` of an expert's, times BLOCK_N token rows over all of K, in fp32."""
+    first = tile // READ * READ
+    stride = tl.minimum(TILES - first, READ)
+    block = first * (K // GROUP) + tile - first
+    COLS: tl.constexpr = GROUP // 4
+    PIECES: tl.constexpr = COLS // 8
     offs_m = tl.arange(0, BLOCK_M)
-    word_ptrs = words_ptr + offs_m[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    offs_c = tl.arange(0, COLS)
+    flip = offs_m * PIECES // 8 % PIECES
+    column = ((offs_c // 8)[None, :] ^ flip[:, None]) * 8 + (offs_c % 8)[None, :]
+    # The compiler does not see through the exclusive or that 8 words stay together.
+    column = tl.max_contiguous(tl.multiple_of(column, [1, 8]), [1, 8])
+    word_ptrs = words_ptr + offs_m[:, None] * COLS + column
     x_ptrs = x_rows[None, :] + tl.arange(0, GROUP)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for block in tl.range(0, K // BLOCK_K, num_stages=STAGES):
-        a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + block * (BLOCK_M * COLS)))
+    for group in tl.range(0, K // GROUP, num_stages=STAGES):
+        a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + (block + group * stride) * (BLOCK_M * COLS)))
         # Joining the quarters along K only renames registers: no data moves.
-        if GROUPS == 1:
-            weights = tl.join(tl.join(a0, a2), tl.join(a1, a3)).permute(0, 2, 3, 1).reshape(BLOCK_M, BLOCK_K)
-        else:
-            weights = tl.join(a0, a1).permute(0, 2, 1).reshape(BLOCK_M, GROUP)
-        for i in tl.static_range(GROUPS):
-            group = block * GROUPS + i
-            scales = tl.load(scales_ptr + group * BLOCK_M + offs_m)
-            x_sums = tl.load(sum_rows + group, mask=valid, other=0.0)
-            x = tl.load(x_ptrs + group * GROUP, mask=valid[None, :], other=0.0)
-            acc = _add_group(acc, weights, x, x_sums, scales)
-            if GROUPS == 2:
-                weights = tl.join(a2, a3).permute(0, 2, 1).reshape(BLOCK_M, GROUP)
+        weights = tl.join(tl.join(a0, a2), tl.join(a1, a3)).permute(0, 2, 3, 1).reshape(BLOCK_M, GROUP)
+        scales = tl.load(scales_ptr + (block + group * stride) * BLOCK_M + offs_m)
+        x_sums = tl.load(sum_rows + group, mask=valid, other=0.0)
+        x = tl.load(x_ptrs + group * GROUP, mask=valid[None, :], other=0.0)
+        acc = _add_group(acc, weights, x, x_sums, scales)
     return acc
 
 
@@ -229,7 +289,6 @@ def _gate_up_tile(
     H: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -239,16 +298,17 @@ def _gate_up_tile(
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
     rows = tl.load(row_of_ptr + slots, mask=valid, other=0)
-    tile = (expert * TILES + pid_m).to(tl.int64)
+    first = (expert * TILES).to(tl.int64)
     acc = _accumulate(
         x_ptr + rows.to(tl.int64) * H,
         valid,
         x_sums_ptr + rows * (H // GROUP),
-        words_ptr + tile * (BLOCK_M * H // 4),
-        scales_ptr + tile * (BLOCK_M * (H // GROUP)),
+        words_ptr + first * (BLOCK_M * H // 4),
+        scales_ptr + first * (BLOCK_M * (H // GROUP)),
+        pid_m,
+        TILES,
         H,
         GROUP,
-        BLOCK_K,
         BLOCK_M,
         BLOCK_N,
         STAGES,
@@ -277,7 +337,6 @@ def _gate_up_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -293,12 +352,12 @@ def _gate_up_kernel(
     if end - start <= BLOCK_N // 2:
         _gate_up_tile(
             x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, out_ptr, out_sums_ptr, expert, pid % TILES, start,
-            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N // 2, STAGES,
+            end, H, INNER, GROUP, BLOCK_M, BLOCK_N // 2, STAGES,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, out_ptr, out_sums_ptr, expert, pid % TILES, start,
-            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N, STAGES,
+            end, H, INNER, GROUP, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 
@@ -316,23 +375,24 @@ def _down_tile(
     H: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
-    tile = (expert * (H // BLOCK_M) + pid_m).to(tl.int64)
+    TILES: tl.constexpr = H // BLOCK_M
+    first = (expert * TILES).to(tl.int64)
     acc = _accumulate(
         x_ptr + slots.to(tl.int64) * INNER,
         valid,
         x_sums_ptr + slots * (INNER // GROUP),
-        words_ptr + tile * (BLOCK_M * INNER // 4),
-        scales_ptr + tile * (BLOCK_M * (INNER // GROUP)),
+        words_ptr + first * (BLOCK_M * INNER // 4),
+        scales_ptr + first * (BLOCK_M * (INNER // GROUP)),
+        pid_m,
+        TILES,
         INNER,
         GROUP,
-        BLOCK_K,
         BLOCK_M,
         BLOCK_N,
         STAGES,
@@ -354,7 +414,6 @@ def _down_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -369,17 +428,17 @@ def _down_kernel(
     if end - start <= BLOCK_N // 2:
         _down_tile(
             x_ptr, x_sums_ptr, words_ptr, scales_ptr, out_ptr, expert, pid % TILES, start,
-            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N // 2, STAGES,
+            end, H, INNER, GROUP, BLOCK_M, BLOCK_N // 2, STAGES,
         )  # fmt: skip
     else:
         _down_tile(
             x_ptr, x_sums_ptr, words_ptr, scales_ptr, out_ptr, expert, pid % TILES, start,
-            end, H, INNER, GROUP, BLOCK_K, BLOCK_M, BLOCK_N, STAGES,
+            end, H, INNER, GROUP, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 
 class ExpertBuffers:
-    """What packed experts write for S = rows * top_k slots."""
+    """What the Triton products write for S = rows * top_k slots."""
 
     def __init__(self, slots: int, hidden: int, width: int, spec: QuantSpec, device: torch.device):
         self.inner = torch.empty(slots, width, dtype=torch.bfloat16, device=device)
@@ -387,22 +446,44 @@ class ExpertBuffers:
         self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
 
 
+Buffers = ExpertBuffers | HopperBuffers
+
+
+def expert_buffers(
+    rows: int, top_k: int, hidden: int, width: int, spec: QuantSpec, device: torch.device, *, hopper: bool = True
+) -> Buffers:
+    """Buffers of the kernels that suit `device`, for packed experts of this width; hopper False: of the Triton ones."""
+    products = hopper_products(hidden, width, spec, device) if hopper else None
+    if products is not None:
+        return HopperBuffers(products, rows, top_k, device)
+    return ExpertBuffers(rows * top_k, hidden, width, spec, device)
+
+
+def prepare_rows(x: torch.Tensor, buffers: Buffers | None) -> None:
+    """The part of `expert_rows` that needs no routing: it may run beside the router. x BF16 [T, H]."""
+    if isinstance(buffers, HopperBuffers):
+        buffers.split_rows(x)
+
+
 def expert_rows(
     x: torch.Tensor,
     x_sums: torch.Tensor,
     experts: DenseExperts | RepackedExperts,
     slots: Slots,
-    buffers: ExpertBuffers | None,
-    tile_rows: int,
+    buffers: Buffers | None,
 ) -> torch.Tensor:
     """Every slot's expert output before the routing weights, BF16 [S, H]; of packed experts in `buffers.out`.
 
-    x BF16 [T, H]; x_sums fp32 [T, H/G1] its sums over each group (packed experts only); slots for tiles of `tile_rows`.
+    x BF16 [T, H], after `prepare_rows`; x_sums fp32 [T, H/G1] its sums over each group (packed experts only); slots for
+    tiles of TILE_ROWS.
     """
     if isinstance(experts, DenseExperts):
         return _dense_rows(x, experts, slots)
     assert buffers is not None, "packed experts write into buffers"
-    _packed_rows(x, x_sums, experts, slots, buffers, tile_rows)
+    if isinstance(buffers, HopperBuffers):
+        buffers.multiply(experts, slots)
+    else:
+        _packed_rows(x, x_sums, experts, slots, buffers)
     return buffers.out
 
 
@@ -412,22 +493,19 @@ def _packed_rows(
     experts: RepackedExperts,
     slots: Slots,
     buffers: ExpertBuffers,
-    tile_rows: int,
 ) -> None:
     hidden, width = x.shape[1], buffers.inner.shape[1]
     gate_up, down = experts.gate_up_words, experts.down_words
-    tiles = slots.tile_expert.shape[0]
-    _gate_up_kernel[(tiles * gate_up.shape[1],)](
+    tiles, rows = slots.tile_expert.shape[0], gate_up.shape[2]
+    _gate_up_kernel[(tiles * (2 * width // rows),)](
         x, x_sums, gate_up, experts.gate_up_scales, slots.row_of, slots.tile_expert, slots.tile_start, slots.offsets,
         buffers.inner, buffers.inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up,
-        BLOCK_K=gate_up.shape[4] * 4, BLOCK_M=gate_up.shape[3], BLOCK_N=tile_rows,
-        STAGES=2 if tile_rows > 64 else GATE_UP_TILE.stages,
-        num_warps=GATE_UP_TILE.warps,
+        BLOCK_M=rows, BLOCK_N=TILE_ROWS, STAGES=GATE_UP_TILE.stages, num_warps=GATE_UP_TILE.warps,
     )  # fmt: skip
-    _down_kernel[(tiles * down.shape[1],)](
+    _down_kernel[(tiles * (hidden // down.shape[2]),)](
         buffers.inner, buffers.inner_sums, down, experts.down_scales, slots.tile_expert, slots.tile_start,
-        slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=experts.spec.group_down, BLOCK_K=down.shape[4] * 4,
-        BLOCK_M=down.shape[3], BLOCK_N=tile_rows, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
+        slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=experts.spec.group_down,
+        BLOCK_M=down.shape[2], BLOCK_N=TILE_ROWS, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
     )  # fmt: skip
 
 
@@ -452,13 +530,13 @@ def _run_repacked(
 ) -> torch.Tensor:
     """`run_experts` through the kernels, for passes that are not fused."""
     (tokens, top_k), num_experts = index.shape, experts.gate_up_words.shape[0]
-    width = experts.down_words.shape[2] * experts.down_words.shape[4] * 4
-    rows = tile_rows(tokens, top_k, num_experts)
-    slots = empty_slots(tokens, top_k, num_experts, rows, x.device)
+    width = experts.down_words[0].numel() * 4 // x.shape[1]
+    slots = empty_slots(tokens, top_k, num_experts, TILE_ROWS, x.device)
     counts = counts_scratch(tokens, top_k, num_experts, x.device)
-    assign_slots(index.int(), num_experts, rows, **vars(slots), counts=counts)
-    buffers = ExpertBuffers(tokens * top_k, x.shape[1], width, experts.spec, x.device)
+    assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
+    buffers = expert_buffers(tokens, top_k, x.shape[1], width, experts.spec, x.device)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
-    out = expert_rows(x, sums, experts, slots, buffers, rows)
+    prepare_rows(x, buffers)
+    out = expert_rows(x, sums, experts, slots, buffers)
     chosen = out[slots.slot_of.long()].view(tokens, top_k, -1)
     return (chosen * weights[..., None]).sum(dim=1).to(x.dtype)

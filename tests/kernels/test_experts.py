@@ -9,13 +9,16 @@ import torch
 
 from redraft.config import QuantSpec
 from redraft.kernels.experts import (
-    ExpertBuffers,
+    TILE_ROWS,
+    expert_buffers,
     expert_rows,
     gemm_tiles,
+    prepare_rows,
     repack,
     run_experts,
-    tile_rows,
+    unpack_layer,
 )
+from redraft.kernels.experts_hopper import hopper_products, why_not
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.quant.rtn import quantize_experts
@@ -74,21 +77,35 @@ def test_packed_rows(rows, kind, spec):
     assert torch.equal(got, again)
 
 
-def test_every_slot_is_written_and_nothing_else_is_read():
+def _assigned(index, num_experts):
+    rows, top_k = index.shape
+    slots = empty_slots(rows, top_k, num_experts, TILE_ROWS, index.device)
+    counts = counts_scratch(rows, top_k, num_experts, index.device)
+    assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
+    return slots
+
+
+def _slot_outputs(x, experts, index, config, spec, *, hopper):
+    """Expert outputs by slot from buffers full of NaN, and the slots."""
+    slots = _assigned(index, config.num_experts)
+    width = config.moe_intermediate_size
+    buffers = expert_buffers(*index.shape, x.shape[1], width, spec, x.device, hopper=hopper)
+    for tensor in vars(buffers).values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3
+    sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
+    prepare_rows(x, buffers)
+    return expert_rows(x, sums, experts, slots, buffers), slots
+
+
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_every_slot_is_written_and_nothing_else_is_read(hopper):
     """Poisoned outputs come out finite, and poisoned rows of other tokens reach nobody."""
     spec, rows = QuantSpec(), 21
     packed = repack(_packed(CONFIG, spec), CONFIG, spec)
     x, index = torch.randn(rows, CONFIG.hidden_size).bfloat16().to(DEVICE), _routing(rows, CONFIG, "one takes all")
-    height = tile_rows(rows, CONFIG.top_k_experts, CONFIG.num_experts)
-    slots = empty_slots(rows, CONFIG.top_k_experts, CONFIG.num_experts, height, index.device)
-    counts = counts_scratch(rows, CONFIG.top_k_experts, CONFIG.num_experts, index.device)
-    assign_slots(index.int(), CONFIG.num_experts, height, **vars(slots), counts=counts)
-    buffers = ExpertBuffers(rows * CONFIG.top_k_experts, CONFIG.hidden_size, 128, spec, index.device)
     x[7] = float("nan")
-    for tensor in vars(buffers).values():
-        tensor.fill_(float("nan"))
-    sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
-    out = expert_rows(x, sums, packed, slots, buffers, height)
+    out, slots = _slot_outputs(x, packed, index, CONFIG, spec, hopper=hopper)
     poisoned = slots.slot_of.view(rows, -1)[7].tolist()
     finite = out.isfinite().all(dim=1)
     assert [i for i in range(out.shape[0]) if not finite[i]] == sorted(poisoned)
@@ -99,9 +116,8 @@ def test_bf16_experts_behind_the_same_call():
     dense = DenseExperts(torch.randn(8, 256, 256) / 16, torch.randn(8, 256, 128) / 11)
     dense = DenseExperts(dense.gate_up.bfloat16().to(DEVICE), dense.down.bfloat16().to(DEVICE))
     x, index = torch.randn(40, 256).bfloat16().to(DEVICE), _routing(40, CONFIG, "spread")
-    slots = empty_slots(40, 2, 8, 32, index.device)
-    assign_slots(index.int(), 8, 32, **vars(slots), counts=counts_scratch(40, 2, 8, index.device))
-    out = expert_rows(x, x, dense, slots, None, 32)
+    slots = _assigned(index, 8)
+    out = expert_rows(x, x, dense, slots, None)
     weights = torch.rand(40, 2, device=DEVICE)
     got = (out[slots.slot_of.long()].view(40, 2, -1) * weights[..., None]).sum(1)
     widened = DenseExperts(dense.gate_up.float(), dense.down.float())
@@ -113,13 +129,16 @@ def test_repacking_moves_every_nibble_and_adds_no_byte():
     packed = _packed(CONFIG, spec)
     repacked = repack(packed, CONFIG, spec)
     assert nbytes(repacked) == nbytes(packed)
-    # Expert 2, up row 9 (in the pair block 1, second half), k = 200: block 0, nibble 200 // 64, word 200 % 64.
+    # Expert 2, up row 9 (in the pair block 1, second half), k = 200: block 1, nibble 72 // 32, word 72 % 32 = 8, the
+    # first of piece 1, which row 25 of a tile keeps in place 1 ^ (25 // 2) % 4. Tile 0 of 2 has every other block.
     row = 128 + 9
     value = packed.gu_q[2, row, 100] & 15
-    word = int(repacked.gate_up_words[2, 0, 0, 16 + 8 + 1, 200 % 64])
-    assert (word >> (4 * (200 // 64))) & 15 == int(value)
-    scale = int(repacked.gate_up_scales[2, 0, 1, 16 + 8 + 1]) & 0xFFFF
+    word = int(repacked.gate_up_words[2, 2, 16 + 8 + 1, 8 * (1 ^ 0)])
+    assert (word >> (4 * 2)) & 15 == int(value)
+    scale = int(repacked.gate_up_scales[2, 2, 16 + 8 + 1]) & 0xFFFF
     assert scale == int(packed.gu_s[2, row, 1].view(torch.int16)) & 0xFFFF
+    back = unpack_layer(repacked, CONFIG)
+    assert all(torch.equal(a, b) for a, b in zip(vars(back).values(), vars(packed).values(), strict=True))
 
 
 def test_shapes_the_kernels_do_not_cover():
@@ -128,19 +147,17 @@ def test_shapes_the_kernels_do_not_cover():
     assert gemm_tiles(PRESETS["26b-a4b"], QuantSpec()) is not None
 
 
-def test_tile_rows_follow_the_mean_per_expert():
-    assert [tile_rows(256 * b, 8, 128) for b in (1, 2, 4, 8, 32)] == [32, 64, 128, 128, 128]
-    assert tile_rows(1, 8, 128) == 32
+def test_what_keeps_the_hopper_products_away():
+    cpu = torch.device("cpu")
+    assert hopper_products(2816, 704, QuantSpec(), cpu) is None
+    assert why_not(2816, 704, QuantSpec(), cpu) == "needs a Hopper GPU (compute capability 9.0)"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 17, 255, 256, 257, 1024])
-@pytest.mark.parametrize("kind", ["spread", "one takes all"])
-def test_real_shapes(rows, kind):
-    config, spec = PRESETS["26b-a4b"], QuantSpec()
-    torch.manual_seed(rows)
+def _real_layer(seed):
+    config = PRESETS["26b-a4b"]
+    torch.manual_seed(seed)
     e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    packed = PackedExperts(
+    return config, PackedExperts(
         torch.randint(0, 256, (e, 2 * i, h // 2), dtype=torch.uint8, device=DEVICE),
         ((0.5 + torch.rand(e, 2 * i, h // 128, device=DEVICE)) / (4.6 * h**0.5)).half(),
         (7.5 + torch.randn(e, 2 * i, h // 128, device=DEVICE)).half(),
@@ -148,10 +165,45 @@ def test_real_shapes(rows, kind):
         ((0.5 + torch.rand(e, h, i // 64, device=DEVICE)) / (4.6 * i**0.5)).half(),
         (7.5 + torch.randn(e, h, i // 64, device=DEVICE)).half(),
     )
-    x, index = torch.randn(rows, h, device=DEVICE).bfloat16(), _routing(rows, config, kind)
-    weights = torch.rand(rows, 8, device=DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("kind", ["spread", "one takes all"])
+def test_real_shapes(kind, hopper):
+    """Against the fp32 reference by slot, at every number of rows; twice the same bits."""
+    spec = QuantSpec()
+    config, packed = _real_layer(0)
+    if hopper and hopper_products(2816, 704, spec, packed.gu_q.device) is None:
+        pytest.skip("no Hopper GPU")
+    experts = repack(packed, config, spec)
+    for rows in (1, 17, 255, 256, 257, 1024):
+        x, index = torch.randn(rows, 2816, device=DEVICE).bfloat16(), _routing(rows, config, kind)
+        weights = torch.rand(rows, 8, device=DEVICE)
+        expected = run_experts(x.float(), packed, weights, index)
+        out, slots = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
+        got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
+        assert _relative(got, expected) < 4e-3, rows
+        again, _ = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
+        assert torch.equal(out, again), rows
+
+
+@pytest.mark.gpu
+def test_hopper_products_keep_sixteen_bit_activations():
+    """Values far below their group's largest keep their digits, and no magnitude of the input overflows."""
+    spec = QuantSpec()
+    config, packed = _real_layer(1)
+    if hopper_products(2816, 704, spec, packed.gu_q.device) is None:
+        pytest.skip("no Hopper GPU")
+    rows = 64
+    x = torch.randn(rows, 2816, device=DEVICE)
+    x[:, ::128] *= 2.0**10  # one large value a group
+    x, index = x.bfloat16(), _routing(rows, config, "spread")
+    experts, weights = repack(packed, config, spec), torch.rand(rows, 8, device=DEVICE)
     expected = run_experts(x.float(), packed, weights, index)
-    repacked = repack(packed, config, spec)
-    got = run_experts(x, repacked, weights, index)
-    assert _relative(got, expected) < 4e-3
-    assert torch.equal(got, run_experts(x, repacked, weights, index))
+    for scale in (1.0, 2.0**-30, 2.0**30):
+        out, slots = _slot_outputs(x * scale, experts, index, config, spec, hopper=True)
+        wanted = expected if scale == 1.0 else run_experts((x * scale).float(), packed, weights, index)
+        got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
+        assert got.isfinite().all()
+        assert _relative(got, wanted) < 4e-3, scale

@@ -7,6 +7,7 @@ products, slots given.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ import torch
 from redraft.bench.cases.inputs import gaussian, routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import ExpertBuffers, expert_rows, repack, tile_rows
+from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, prepare_rows, repack
 from redraft.kernels.slots import assign_slots_reference
 from redraft.quant.dg_w4a16 import packed_bytes
 from redraft.quant.packing import dequantize
 from redraft.random_model import draw_experts, unpack_experts
 
 
-def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
+def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], hopper: bool = True) -> Problem:
     config, spec, rows = scale.config, scale.spec, scale.rows
     h, inner, top_k = config.hidden_size, config.moe_intermediate_size, config.top_k_experts
     packed = draw_experts(config, spec, generator)
@@ -29,9 +30,8 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
     x = gaussian(scale, generator, rows, h)
     sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
     _, chosen = routing(scale, generator)
-    tile = tile_rows(rows, top_k, config.num_experts)
-    slots = assign_slots_reference(chosen.long(), config.num_experts, tile)
-    buffers = ExpertBuffers(rows * top_k, h, inner, spec, scale.device)
+    slots = assign_slots_reference(chosen.long(), config.num_experts, TILE_ROWS)
+    buffers = expert_buffers(rows, top_k, h, inner, spec, scale.device, hopper=hopper)
 
     def reference() -> dict[str, torch.Tensor]:
         out = torch.empty(rows * top_k, h, device=scale.device)
@@ -44,14 +44,18 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
             out[mine] = y @ dequantize(packed.dn_q[e], packed.dn_s[e], packed.dn_z[e]).t()
         return {"out": out}
 
+    def run() -> None:
+        prepare_rows(x, buffers)
+        expert_rows(x, sums, experts, slots, buffers)
+
     stock = None
     if x.is_cuda:
         dense = unpack_experts(packed, scale.dtype)
-        stock = lambda: expert_rows(x, sums, dense, slots, None, tile)  # noqa: E731
+        stock = lambda: expert_rows(x, sums, dense, slots, None)  # noqa: E731
     visited = min(1.0, rows * top_k / config.num_experts)
     moved = packed_bytes(config, spec) * visited + x.nbytes + buffers.out.nbytes
     return Problem(
-        run=lambda: expert_rows(x, sums, experts, slots, buffers, tile),
+        run=run,
         outputs={"out": buffers.out},
         reference=reference,
         work=Work(moved, 6 * rows * top_k * h * inner),
@@ -62,4 +66,5 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
     )
 
 
-CASES = [KernelCase("experts.w4", build)]
+# On Hopper the first is the CUDA C++ form.
+CASES = [KernelCase("experts.w4", build), KernelCase("experts.w4.triton", partial(build, hopper=False))]

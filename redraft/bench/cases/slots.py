@@ -10,21 +10,20 @@ import torch
 from redraft.bench.cases.inputs import routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import tile_rows
+from redraft.kernels.experts import TILE_ROWS
 from redraft.kernels.slots import assign_slots, assign_slots_reference, counts_scratch, empty_slots
 
 
 def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     config, rows = scale.config, scale.rows
     _, experts = routing(scale, generator)
-    tile = tile_rows(rows, config.top_k_experts, config.num_experts)
     shape = (rows, config.top_k_experts, config.num_experts)
-    slots = empty_slots(*shape, tile, scale.device)
+    slots = empty_slots(*shape, TILE_ROWS, scale.device)
     counts = counts_scratch(*shape, scale.device)
     return Problem(
-        run=lambda: assign_slots(experts, config.num_experts, tile, **vars(slots), counts=counts),
+        run=lambda: assign_slots(experts, config.num_experts, TILE_ROWS, **vars(slots), counts=counts),
         outputs=vars(slots),
-        reference=lambda: vars(assign_slots_reference(experts.long(), config.num_experts, tile)),
+        reference=lambda: vars(assign_slots_reference(experts.long(), config.num_experts, TILE_ROWS)),
         work=Work(experts.nbytes + sum(t.nbytes for t in vars(slots).values()), 0),
         tolerance=0.0,
         stock=lambda: experts.flatten().long().sort(stable=True),  # the heart of the usual alignment
