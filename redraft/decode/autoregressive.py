@@ -8,7 +8,6 @@ costs one step. Generation does not use this: it is what diffusion is compared w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -74,8 +73,7 @@ class FusedGreedy:
         model, slots, device = runner.model, runner.slots, runner.model.device
         self._rows = Buffers(model.config, model.spec, slots, 1, device)
         for heads in self._rows.heads.values():
-            # The tile chosen for one row has 16 keys and no pipeline, so that every load would wait for the last.
-            heads.settings = settings_for("attention.step", replace(heads.settings, block_n=64, num_stages=2))
+            heads.settings = settings_for("attention.step", heads.settings)
         self._logits = torch.empty(slots, model.config.vocab_size, dtype=torch.bfloat16, device=device)
         self._token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._answers = torch.zeros(slots, max_new_tokens, dtype=torch.int64, device=device)

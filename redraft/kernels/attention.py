@@ -9,11 +9,13 @@ committed positions of slot b. Key j = 0, 1, ... of a slot is the j-th position 
     query i stands at key index prefix + i     row of key j = rows_cap + j - prefix              otherwise
 
 so that "not after the query" is j <= prefix + i and "inside the window" is prefix + i - j < window in both regions.
+A softmax sums its keys in any order, so the kernel takes them as stored, in runs of consecutive rows: a canvas the
+prefix and its own rows; a causal pass, whose masks need the index of a key, the ring's older and younger part apart.
 
 One program takes one KV head, BLOCK_M rows of (position, query head) pairs packed head-fastest, one share of the keys
 and BLOCK_D output columns; it keeps an online softmax in fp32 and rounds the probabilities to the arena's dtype for
-the second product. At small batches the keys are split over SPLITS programs, whose partial sums a second launch adds
-in split order.
+the second product. At small batches the keys are split over SPLITS programs, whose outputs a second launch averages in
+split order, weighted by their sums.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import dot, rounded, tl, triton
+from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -54,7 +56,7 @@ class AttentionSettings:
 
 
 # (block_m, block_n, num_stages), best first: wide tiles keep wgmma fed from shared memory.
-_TILES = ((128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 16, 1))
+_TILES = ((128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 64, 2), (16, 16, 1))
 
 
 def attention_settings(
@@ -78,13 +80,22 @@ def attention_settings(
 
 
 def attention_scratch(
-    batch: int, heads: int, rows: int, head_dim: int, settings: AttentionSettings, device: torch.device
+    batch: int,
+    heads: int,
+    rows: int,
+    head_dim: int,
+    settings: AttentionSettings,
+    device: torch.device,
+    dtype: torch.dtype = torch.float16,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Partial outputs fp32 [splits, B * heads * N, D] and their (maximum, sum) fp32 [splits, B * heads * N, 2]."""
+    """Outputs of each share of the keys [splits, B * heads * N, D]; their (maximum, sum) fp32 [splits, B * heads * N, 2].
+
+    fp16 rounds them eight times finer than the BF16 output is, and holds them: they are averages of normed values.
+    """
     if settings.splits == 1:
         return None
     count = batch * heads * rows
-    partial = torch.empty(settings.splits, count, head_dim, dtype=torch.float32, device=device)
+    partial = torch.empty(settings.splits, count, head_dim, dtype=dtype, device=device)
     return partial, torch.empty(settings.splits, count, 2, dtype=torch.float32, device=device)
 
 
@@ -122,7 +133,7 @@ def attend(
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )  # fmt: skip
     if settings.splits > 1:
-        block = 4  # rows a program: 4 KB or 8 KB of every split, enough loads in flight for 128 threads
+        block = 4  # rows a program: 2 KB or 4 KB of every split, enough loads in flight for 128 threads
         count = batch * heads * rows
         _combine_kernel[(triton.cdiv(count, block),)](
             partial, stats, out, count, rows,
@@ -196,7 +207,7 @@ def _attend_kernel(
         rescale = tl.exp2(top * LOG2E - shift)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        acc += dot(rounded(p, v.dtype).to(v.dtype), v)
+        acc += dot((rounded(p, v.dtype) if INTERPRET else p).to(v.dtype), v)
         top = new_top
 
     inside = position < N
@@ -209,6 +220,7 @@ def _attend_kernel(
     else:
         rows = tl.num_programs(1).to(tl.int64) * N * GROUP
         scratch = pid_s * rows + pid_h.to(tl.int64) * N * GROUP + m
+        y = y.to(partial_ptr.dtype.element_ty)
         tl.store(partial_ptr + scratch[:, None] * D + column[None, :], y, mask=inside[:, None])
         # Programs of other output columns hold the same sums.
         tl.store(stats_ptr + scratch * 2, top, mask=inside & (pid_d == 0))
@@ -235,7 +247,7 @@ def _combine_kernel(
         weight *= tl.load(stat + 1, mask=inside, other=1.0)
         total += weight
         part = tl.load(partial_ptr + (s * count + m)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-        acc += weight[:, None] * part
+        acc += weight[:, None] * part.to(tl.float32)
     # Scratch rows run (slot, KV head, position, head of the group); output rows (slot, position, head).
     per_head = N * GROUP
     slot_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP

@@ -53,7 +53,8 @@ def reference(q, history, lengths, rows_cap, causal, window):
 def launch(q, store, lengths, rows_cap, causal, window, settings):
     batch, heads, rows, dim = q.shape
     out = torch.full((batch * rows, heads * dim), math.nan, dtype=q.dtype, device=q.device)
-    scratch = attention_scratch(batch, heads, rows, dim, settings, q.device)
+    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
+    scratch = attention_scratch(batch, heads, rows, dim, settings, q.device, exact)
     if scratch is not None:
         for tensor in scratch:
             tensor.fill_(math.nan)
