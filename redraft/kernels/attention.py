@@ -88,7 +88,7 @@ def attention_scratch(
     device: torch.device,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Outputs of each share of the keys [splits, B * heads * N, D]; their (maximum, sum) fp32 [splits, B * heads * N, 2].
+    """Outputs by share of the keys [splits, B * heads * N, D]; their (maximum, sum) fp32 [splits, B * heads * N, 2].
 
     fp16 rounds them eight times finer than the BF16 output is, and holds them: they are averages of normed values.
     """
