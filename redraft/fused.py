@@ -21,7 +21,8 @@ import torch
 from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
-from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, gemm_tiles, prepare_rows, repack
+from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
 from redraft.kernels.mlp import gated_into
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms

@@ -31,7 +31,8 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.hf import inplace
 from redraft.hf.experts import W4Experts
 from redraft.hf.layers import obstacle
-from redraft.kernels.experts import repack, run_experts, unpack_layer
+from redraft.kernels.experts import run_experts
+from redraft.kernels.experts_layout import repack, unpack_layer
 from redraft.quant.dg_w4a16 import FENCE, PACKED_NAMES
 from redraft.quant.rtn import quantize_experts
 from redraft.weights import iter_tensors

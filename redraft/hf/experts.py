@@ -15,7 +15,8 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from redraft.config import ModelConfig, QuantSpec
 from redraft.errors import UsageError
-from redraft.kernels.experts import gemm_tiles, repack, run_experts, unpack_layer
+from redraft.kernels.experts import run_experts
+from redraft.kernels.experts_layout import gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import HAS_TRITON
 from redraft.quant import dg_w4a16
 from redraft.weights import PackedExperts, RepackedExperts, iter_tensors

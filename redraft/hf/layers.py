@@ -22,7 +22,8 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from redraft.hf.experts import W4Experts
-from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts_layout import TILE_ROWS
 from redraft.kernels.launch import HAS_TRITON, INTERPRET
 from redraft.kernels.norms import combine_norms, residual_norms, rms_norm_into
 from redraft.kernels.router import route_into, router_scratch

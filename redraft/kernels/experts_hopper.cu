@@ -353,6 +353,22 @@ __device__ __forceinline__ void produce(Item item, char* smem, u32 full, u32 emp
             row[r] = GATED ? rows[slot] : slot;
         }
     };
+    auto load_weights = [&](u64 block, int wgs, int stage) {
+        u32 base = smem_addr(smem + stage * STAGE_BYTES), bar = full + 8 * stage;
+        bar_expect(bar, wgs * (SZ_BYTES + W_BYTES));
+        bulk_load(base + OFF_WORDS, words + block * W_BYTES, wgs * W_BYTES, bar);
+        bulk_load(base + OFF_SZ, scales + block * SZ_BYTES, wgs * SZ_BYTES, bar);
+    };
+    int loaded = 0;  // first stages whose weights were asked for ahead of the loop
+    if (!GATED) {
+        if (item.expert >= 0) {
+            int wgs = min(WGS, TILES - item.mgroup * WGS);
+            u64 block = ((u64)item.expert * TILES + item.mgroup * WGS) * GROUPS;
+            for (; loaded < STAGES; ++loaded, block += wgs)
+                if (p == 0) load_weights(block, wgs, loaded);
+        }
+        asm volatile("griddepcontrol.wait;" ::: "memory");  // token rows come from the first product
+    }
     if (item.expert >= 0) find_rows(item);
     for (int i = blockIdx.x, turn = 0; item.expert >= 0; turn ^= 1) {
         i += gridDim.x;
@@ -366,11 +382,8 @@ __device__ __forceinline__ void produce(Item item, char* smem, u32 full, u32 emp
         for (int kb = 0; kb < GROUPS; ++kb, block += wgs) {
             bar_wait(empty + 8 * stage, phase ^ 1);
             u32 base = smem_addr(smem + stage * STAGE_BYTES), bar = full + 8 * stage;
-            if (p == 0) {
-                bar_expect(bar, wgs * (SZ_BYTES + W_BYTES));
-                bulk_load(base + OFF_WORDS, words + block * W_BYTES, wgs * W_BYTES, bar);
-                bulk_load(base + OFF_SZ, scales + block * SZ_BYTES, wgs * SZ_BYTES, bar);
-            }
+            if (loaded > 0) --loaded;
+            else if (p == 0) load_weights(block, wgs, stage);
 #pragma unroll
             for (int r = 0; r < turns; ++r)
                 if (r * step + first < count)
@@ -405,6 +418,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (GATED) asm volatile("griddepcontrol.launch_dependents;");
     Item item = get_item(blockIdx.x, tile_e, tile_r, max_tiles, slots);
     if (warp >= WGS * 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));

@@ -12,7 +12,7 @@ tensor cores are fed 64 x 16 weights at a time whatever the number of rows. FP8 
 
     acc += s * ((512 / scale) * (dot(q 2^-9, high) + dot(q 2^-9, low) / 16) - z * sum(x))     for every group
 
-Weights and scales are those of `experts.repack`. Split rows are uint8 [rows, groups, 2 (high, low), G]: byte 32 t + p
+Weights and scales are as in `experts_layout.py`. Split rows are uint8 [rows, groups, 2 (high, low), G]: byte 32 t + p
 of a part holds column k = j * G/4 + 16 * (t // 2) + 8 * (p // 16) + (p % 16) // 2 with j = t % 2 + 2 * (p % 2), which
 is the order in which masked words hold their nibbles.
 
@@ -30,13 +30,14 @@ from typing import Any
 import torch
 
 from redraft.config import QuantSpec
+from redraft.kernels.cuda_launch import compile_kernel, launch
 from redraft.kernels.slots import Slots
 from redraft.weights import RepackedExperts
 
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
 TOKEN_ROWS = 32  # of a tile, at most
 ROW_TILE = 128
-WARPGROUPS = 3  # that multiply, experts.READ_TILES: with fewer the unpacking, with more the registers run short
+WARPGROUPS = 3  # that multiply, READ_TILES of the layout: with fewer the unpacking, with more the registers run short
 REGISTERS = {"PRODUCER_REGS": 56, "CONSUMER_REGS": 152}  # a thread; 56 + 3 * 152 = 4 * 128
 SPLIT_ROWS = 4  # a block, each by one warp
 
@@ -48,6 +49,9 @@ class Product:
     kernel: Any
     shared: int  # bytes
     blocks: int
+
+    def launch(self, *args: torch.Tensor | int, early: bool = False) -> None:
+        launch(self.kernel, self.blocks, (WARPGROUPS + 1) * 128, args, self.shared, early=early)
 
 
 class HopperProducts:
@@ -79,23 +83,22 @@ class HopperBuffers:
 
     def split_rows(self, x: torch.Tensor) -> None:
         """x BF16 [rows, H] into `split`, `sums` and `unscale`."""
-        self.products.split_kernel(
-            grid=(-(-x.shape[0] // SPLIT_ROWS), 1, 1),
-            block=(32 * SPLIT_ROWS, 1, 1),
-            args=[x, self.split, self.sums, self.unscale, x.shape[0]],
-        )
+        blocks = -(-x.shape[0] // SPLIT_ROWS)
+        args = (x, self.split, self.sums, self.unscale, x.shape[0])
+        launch(self.products.split_kernel, blocks, 32 * SPLIT_ROWS, args)
 
     def multiply(self, experts: RepackedExperts, slots: Slots) -> None:
         """Every slot's expert output into `out`, from rows split before. slots: tiles of TOKEN_ROWS."""
         count = slots.row_of.shape[0]
         tiles = (slots.tile_expert, slots.tile_start, slots.tile_expert.shape[0], count)
-        _launch(
-            self.products.gate_up, self.split, self.sums, self.unscale, experts.gate_up_words, experts.gate_up_scales,
+        self.products.gate_up.launch(
+            self.split, self.sums, self.unscale, experts.gate_up_words, experts.gate_up_scales,
             slots.row_of, *tiles, self.inner_split, self.inner_stats,
         )  # fmt: skip
-        _launch(
-            self.products.down, self.inner_split, self.inner_stats, self.unscale, experts.down_words,
-            experts.down_scales, slots.row_of, *tiles, self.out, self.inner_stats,
+        # Multiprocessors that have done their part already fetch weights of the second product.
+        self.products.down.launch(
+            self.inner_split, self.inner_stats, self.unscale, experts.down_words, experts.down_scales,
+            slots.row_of, *tiles, self.out, self.inner_stats, early=True,
         )  # fmt: skip
 
 
@@ -142,11 +145,4 @@ def _product(k: int, group: int, rows: int, gated: bool, shared: int, blocks: in
 
 
 def _compile(name: str, **macros: int) -> Any:
-    defines = {**macros, "WGS": WARPGROUPS, **REGISTERS}
-    source = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + SOURCE.read_text("utf-8")
-    return torch.cuda._compile_kernel(source, name, compute_capability="90a")
-
-
-def _launch(product: Product, *args: torch.Tensor | int) -> None:
-    threads = (WARPGROUPS + 1) * 128
-    product.kernel(grid=(product.blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=product.shared)
+    return compile_kernel(SOURCE, name, "90a", {**macros, "WGS": WARPGROUPS, **REGISTERS})

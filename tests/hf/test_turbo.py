@@ -24,7 +24,7 @@ from redraft.hf import layers
 from redraft.hf.generation import install
 from redraft.hf.layers import obstacle, projections, stacked
 from redraft.hf.sampling import FusedSampler
-from redraft.kernels.experts import repack
+from redraft.kernels.experts_layout import repack
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.sampling import counter_statistics
 

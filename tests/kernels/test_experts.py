@@ -8,17 +8,9 @@ import pytest
 import torch
 
 from redraft.config import QuantSpec
-from redraft.kernels.experts import (
-    TILE_ROWS,
-    expert_buffers,
-    expert_rows,
-    gemm_tiles,
-    prepare_rows,
-    repack,
-    run_experts,
-    unpack_layer,
-)
+from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows, run_experts
 from redraft.kernels.experts_hopper import hopper_products, why_not
+from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.quant.rtn import quantize_experts

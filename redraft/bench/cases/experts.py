@@ -15,7 +15,8 @@ import torch
 from redraft.bench.cases.inputs import gaussian, routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import TILE_ROWS, expert_buffers, expert_rows, prepare_rows, repack
+from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts_layout import TILE_ROWS, repack
 from redraft.kernels.slots import assign_slots_reference
 from redraft.quant.dg_w4a16 import packed_bytes
 from redraft.quant.packing import dequantize

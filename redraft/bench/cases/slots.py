@@ -10,7 +10,7 @@ import torch
 from redraft.bench.cases.inputs import routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import TILE_ROWS
+from redraft.kernels.experts_layout import TILE_ROWS
 from redraft.kernels.slots import assign_slots, assign_slots_reference, counts_scratch, empty_slots
 
 
