@@ -211,7 +211,7 @@ class Buffers:
         self.counts = counts_scratch(rows, top_k, config.num_experts, device)
         self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
         width = config.moe_intermediate_size
-        self.experts = expert_buffers(rows, top_k, hidden, width, spec, device) if spec else None
+        self.experts = expert_buffers(rows, top_k, config.num_experts, hidden, width, spec, device) if spec else None
         kinds = {layer.kind: layer for layer in config.layers}
         self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
 

@@ -164,7 +164,7 @@ def _experts(
     counts = counts_scratch(rows, top_k, experts.num_experts, x.device)
     assign_slots(chosen, experts.num_experts, TILE_ROWS, **vars(slots), counts=counts)
     width = experts.config.moe_intermediate_size
-    buffers = expert_buffers(rows, top_k, x.shape[1], width, experts.spec, x.device)
+    buffers = expert_buffers(rows, top_k, experts.num_experts, x.shape[1], width, experts.spec, x.device)
     prepare_rows(x, buffers)
     return expert_rows(x, sums, experts.repacked, slots, buffers), slots.slot_of, routing
 

@@ -324,12 +324,20 @@ Buffers = ExpertBuffers | HopperBuffers
 
 
 def expert_buffers(
-    rows: int, top_k: int, hidden: int, width: int, spec: QuantSpec, device: torch.device, *, hopper: bool = True
+    rows: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    spec: QuantSpec,
+    device: torch.device,
+    *,
+    hopper: bool = True,
 ) -> Buffers:
-    """Buffers of the kernels that suit `device`, for packed experts of this width; hopper False: of the Triton ones."""
+    """Buffers of the kernels that suit `device` for `rows` rows, packed experts of `width`; hopper False: Triton's."""
     products = _checked_products(hidden, width, spec, device) if hopper else None
     if products is not None:
-        return HopperBuffers(products, rows, top_k, device)
+        return HopperBuffers(products, rows, top_k, num_experts, device)
     return ExpertBuffers(rows * top_k, hidden, width, spec, device)
 
 
@@ -354,7 +362,7 @@ def _checked_products(hidden: int, width: int, spec: QuantSpec, device: torch.de
     index = torch.randint(experts, (rows, top_k), generator=generator, device=device)
     slots = empty_slots(rows, top_k, experts, TILE_ROWS, device)
     assign_slots(index.int(), experts, TILE_ROWS, **vars(slots), counts=counts_scratch(rows, top_k, experts, device))
-    buffers = HopperBuffers(products, rows, top_k, device)
+    buffers = HopperBuffers(products, rows, top_k, experts, device)
     buffers.split_rows(x)
     buffers.multiply(repack_width(packed, width, spec), slots)
     expected = run_experts(x.float(), packed, torch.ones(rows, top_k, device=device), index)
@@ -437,7 +445,7 @@ def _run_repacked(
     slots = empty_slots(tokens, top_k, num_experts, TILE_ROWS, x.device)
     counts = counts_scratch(tokens, top_k, num_experts, x.device)
     assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
-    buffers = expert_buffers(tokens, top_k, x.shape[1], width, experts.spec, x.device)
+    buffers = expert_buffers(tokens, top_k, num_experts, x.shape[1], width, experts.spec, x.device)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
     prepare_rows(x, buffers)
     out = expert_rows(x, sums, experts, slots, buffers)

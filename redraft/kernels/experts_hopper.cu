@@ -1,37 +1,57 @@
-// Routed experts with 4-bit weights on Hopper: one grouped product, D[rows of one expert, M] = x @ W^T, in FP8 tensor
-// cores without FP8 accuracy. See experts_hopper.py for the idea, the layouts and what the host passes.
+// Routed experts with 4-bit weights on Hopper: both grouped products of a layer, D[rows of one expert, M] = x @ W^T, in
+// one launch, in FP8 tensor cores without FP8 accuracy. See experts_hopper.py for the idea, the layouts and what the host
+// passes.
 //
 // Weights are the A operand of wgmma, unpacked in registers; token rows are the B operand in shared memory. One
 // warpgroup produces: bulk copies stream weights, cp.async gathers token rows. WGS warpgroups consume, each 128 weight
-// rows of the same token rows. Blocks are persistent over items (a tile of up to 32 token rows, WGS row tiles).
+// rows of the same token rows. An item is a tile of up to 32 token rows times WGS row tiles of one product. Blocks take
+// the next item from a counter, first all of the first product, then those of the second: a block that is done early
+// goes on, and waits only for the rows it needs. Which block computes an item changes nothing in its result.
 //
-// Macros set by the host: K (input width), KB (quantisation group), TILES (row tiles of 128 an expert), GATED (1: rows
-// are gate/up pairs), STAGES, WGS, PRODUCER_REGS, CONSUMER_REGS.
+// Macros set by the host: HIDDEN, WIDTH (of an expert), GROUP_UP and GROUP_DOWN (quantisation groups), STAGES_UP and
+// STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define NMAX 32                              // token rows of a tile
-#define GROUPS (K / KB)                      // a stage is one group
-#define MG ((TILES + WGS - 1) / WGS)         // items of a token tile
-#define W_BYTES (64 * KB)                    // words of a row tile
-#define SZ_BYTES 512                         // its scales and zeros
-#define OFF_WORDS 0                          // in a stage
-#define OFF_SZ (WGS * W_BYTES)
-#define OFF_X (OFF_SZ + WGS * SZ_BYTES)
-#define STAGE_BYTES (OFF_X + NMAX * KB * 2)  // rows have high and low parts
-// What a group adds per token row: its sum, and in the second product its scale. The first has one scale a row.
-#define STATS (GATED ? 1 : 2)
-#define STATS_BYTES ((GROUPS * STATS + GATED) * NMAX * 4)
-#define TCOLS (GATED ? 64 : 128)             // output columns of a row tile
-#define TPITCH (TCOLS * 2 + 16)
-#define T_BYTES (NMAX * TPITCH)
-#define OFF_STATS (STAGES * STAGE_BYTES)
+#define NMAX 32         // token rows of a tile
+#define SZ_BYTES 512    // scales and zeros of a row tile, for one group
+#define ITEMS 4         // announced to the consumers at a time; the producers are at most two ahead
+
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// A product over weights [128 * tiles, k]; gated: rows are gate/up pairs, and the output is split for the next product.
+template <int k, int group, int tiles, bool gated, int stages>
+struct Product {
+    static constexpr int K = k, KB = group, TILES = tiles, STAGES = stages;
+    static constexpr bool GATED = gated;
+    static constexpr int GROUPS = K / KB;                    // a stage is one group
+    static constexpr int MG = (TILES + WGS - 1) / WGS;       // items of a token tile
+    static constexpr int W_BYTES = 64 * KB;                  // words of a row tile
+    static constexpr int OFF_WORDS = 0;                      // in a stage
+    static constexpr int OFF_SZ = WGS * W_BYTES;
+    static constexpr int OFF_X = OFF_SZ + WGS * SZ_BYTES;
+    static constexpr int STAGE_BYTES = OFF_X + NMAX * KB * 2;  // rows have high and low parts
+    // What a group adds per token row: its sum, and in the second product its scale. The first has one scale a row.
+    static constexpr int STATS = GATED ? 1 : 2;
+    static constexpr int STATS_BYTES = (GROUPS * STATS + GATED) * NMAX * 4;
+    static constexpr int TCOLS = GATED ? 64 : 128;           // output columns of a row tile
+    static constexpr int TPITCH = TCOLS * 2 + 16;
+    static constexpr int PITCH = KB / 2;                     // bytes of a row of words
+    static constexpr int FLIP_SHIFT = KB == 128 ? 1 : 2;     // rows that share a swizzle: 128 bytes of them
+};
+typedef Product<HIDDEN, GROUP_UP, 2 * WIDTH / 128, true, STAGES_UP> Up;
+typedef Product<WIDTH, GROUP_DOWN, HIDDEN / 128, false, STAGES_DOWN> Down;
+
+// Shared memory: the stages of either product, two buffers of stats, a buffer to transpose in per warpgroup, barriers
+// (full and empty of either product's stages, items), items.
+#define STATS_BYTES larger(Up::STATS_BYTES, Down::STATS_BYTES)
+#define T_BYTES (NMAX * larger(Up::TPITCH, Down::TPITCH))
+#define OFF_STATS larger(STAGES_UP * Up::STAGE_BYTES, STAGES_DOWN * Down::STAGE_BYTES)
 #define OFF_T (OFF_STATS + 2 * STATS_BYTES)
 #define OFF_BAR (OFF_T + WGS * T_BYTES)
-#define PITCH (KB / 2)                       // bytes of a row of words
-#define FLIP_SHIFT (KB == 128 ? 1 : 2)       // rows that share a swizzle: 128 bytes of them
+#define OFF_ITEMS (OFF_BAR + 8 * (2 * STAGES_UP + 2 * STAGES_DOWN + ITEMS))
 
 __device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -171,33 +191,60 @@ __device__ __forceinline__ float power(int exponent) { return __uint_as_float((u
 // 512 / power(exponent): weights come as q * 2^-9.
 __device__ __forceinline__ float unscale(int exponent) { return power(263 - exponent); }
 
-struct Item {
-    int expert, row0, end, mgroup;
-    __device__ __forceinline__ int count() const { return end - row0; }
+// Where a ring of stages stands.
+struct Ring {
+    u32 full, empty;  // barriers
+    u32 stage, phase;
+    template <class P>
+    __device__ __forceinline__ void next() {
+        if (++stage == P::STAGES) stage = 0, phase ^= 1;
+    }
+    __device__ __forceinline__ void wait_full() const { bar_wait(full + 8 * stage, phase); }
+    __device__ __forceinline__ void wait_empty() const { bar_wait(empty + 8 * stage, phase ^ 1); }
 };
 
-// Tiles follow each other in slot order, so a tile ends where the next one starts. expert -1: no such item. The row
-// groups of a tile rotate from round to round: the last one may be smaller, and SMs should share those.
-__device__ __forceinline__ Item get_item(int item, const int* tile_e, const int* tile_r, int max_tiles, int slots) {
-    int t = item / MG;
-    Item out;
-    out.expert = t < max_tiles ? tile_e[t] : -1;
-    out.row0 = t < max_tiles ? tile_r[t] : 0;
-    out.end = t + 1 < max_tiles ? tile_r[t + 1] : slots;
-    out.mgroup = (item + t / max(1, (int)gridDim.x / MG)) % MG;
-    return out;
+enum Kind { END, UP, DOWN };
+struct Item {
+    int kind, mgroup, tile, expert, row0, end;
+    __device__ __forceinline__ int count() const { return end - row0; }
+};
+struct Tiles {
+    const int *expert, *start;
+    int most, slots;  // length of the lists; slots of all rows
+};
+
+// Item `index` of `real` token tiles. Tiles follow each other in slot order, so one ends where the next one starts.
+__device__ __forceinline__ Item decode(int index, int real, const Tiles& tiles) {
+    Item item;
+    item.kind = index < real * Up::MG ? UP : index < real * (Up::MG + Down::MG) ? DOWN : END;
+    if (item.kind == END) return item;
+    int groups = item.kind == UP ? Up::MG : Down::MG;
+    if (item.kind == DOWN) index -= real * Up::MG;
+    item.tile = index / groups;
+    item.mgroup = index % groups;
+    item.expert = tiles.expert[item.tile];
+    item.row0 = tiles.start[item.tile];
+    item.end = item.tile + 1 < tiles.most ? tiles.start[item.tile + 1] : tiles.slots;
+    return item;
+}
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
 
 // A matrix of token rows in shared memory for wgmma: 8 rows x 16 bytes lie together, 128 bytes from one to the next.
+template <class P>
 __device__ __forceinline__ u64 descriptor(u32 low) {
-    return (u64)((KB / 16 * 128) >> 4) << 32 | low;  // the upper half is a constant, and need not move between registers
+    return (u64)((P::KB / 16 * 128) >> 4) << 32 | low;
 }
 
 // Unpack a warpgroup's 64 rows of one group and start their product. a: KB / 32 steps of 4 registers.
-template <int N8>
-__device__ __forceinline__ void start_product(float (&d)[8 * N8], u32 (&a)[KB / 32][4], u32 words, u32 rows) {
+template <class P, int N8>
+__device__ __forceinline__ void start_product(float (&d)[8 * N8], u32 (&a)[P::KB / 32][4], u32 words, u32 rows) {
 #pragma unroll
-    for (int s = 0; s < KB / 64; ++s) {
+    for (int s = 0; s < P::KB / 64; ++s) {
         u32 r[4];
         load_matrices(r, words ^ (s * 32));
 #pragma unroll
@@ -208,14 +255,14 @@ __device__ __forceinline__ void start_product(float (&d)[8 * N8], u32 (&a)[KB / 
     }
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int t = 0; t < KB / 32; ++t) Mma<N8>::run(d, a[t], descriptor(rows + t * 16), t > 0);
+    for (int t = 0; t < P::KB / 32; ++t) Mma<N8>::run(d, a[t], descriptor<P>(rows + t * 16), t > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // acc += s * (scale * (high + low / 16) - zero * sum), see experts_hopper.py; where the scale is the row's it waits.
-template <int N8>
+template <class P, int N8>
 __device__ __forceinline__ void add_group(float (&acc)[16], float (&d)[8 * N8], const float (&s)[2], const float (&z)[2],
-                                          const float (&stats)[N8][2 * STATS]) {
+                                          const float (&stats)[N8][2 * P::STATS]) {
 #pragma unroll
     for (int i = 0; i < 8 * N8; ++i) asm volatile("" : "+f"(d[i])::"memory");
 #pragma unroll
@@ -226,36 +273,35 @@ __device__ __forceinline__ void add_group(float (&acc)[16], float (&d)[8 * N8], 
             for (int c = 0; c < 2; ++c) {
                 float* o = &acc[n * 4 + half * 2 + c];
                 float t = fmaf(d[n * 8 + half * 2 + c + 4], 0.0625f, d[n * 8 + half * 2 + c]);
-                if (!GATED) t *= stats[n][2 * c + 1];
-                *o = fmaf(z[half], stats[n][c * STATS], fmaf(s[half], t, *o));
+                if (!P::GATED) t *= stats[n][2 * c + 1];
+                *o = fmaf(z[half], stats[n][c * P::STATS], fmaf(s[half], t, *o));
             }
 }
 
 // One item's main loop for one warpgroup. acc[mb][n8 * 4 + r]: r 0,1 row g, r 2,3 row g + 8; columns 2c, 2c + 1.
-template <int N8>
-__device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, u32 full, u32 empty, int wg, int tid,
-                                        int buffer, u32& stage, u32& phase) {
+template <class P, int N8>
+__device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& ring, int wg, int tid, int buffer) {
     int lane = tid & 31, warp = tid >> 5;
 #pragma unroll
     for (int mb = 0; mb < 2; ++mb)
 #pragma unroll
         for (int i = 0; i < 4 * N8; ++i) acc[mb][i] = 0.f;
-    const float* group_stats = (const float*)(smem + OFF_STATS + buffer * STATS_BYTES) + (lane & 3) * 2 * STATS;
-    int row = warp * 16 + (lane & 15), flip = (row >> FLIP_SHIFT) & (KB / 32 - 1);
-    u32 word_off = OFF_WORDS + wg * W_BYTES + row * PITCH + (((lane >> 4) ^ flip) << 4);
-    int scale_off = OFF_SZ + wg * SZ_BYTES + (warp * 16 + (lane >> 2)) * 4;
+    const float* group_stats = (const float*)(smem + OFF_STATS + buffer * STATS_BYTES) + (lane & 3) * 2 * P::STATS;
+    int row = warp * 16 + (lane & 15), flip = (row >> P::FLIP_SHIFT) & (P::KB / 32 - 1);
+    u32 word_off = P::OFF_WORDS + wg * P::W_BYTES + row * P::PITCH + (((lane >> 4) ^ flip) << 4);
+    int scale_off = P::OFF_SZ + wg * SZ_BYTES + (warp * 16 + (lane >> 2)) * 4;
 #pragma unroll 1
-    for (int kb = 0; kb < GROUPS; ++kb, group_stats += NMAX * STATS) {
-        bar_wait(full + 8 * stage, phase);
+    for (int kb = 0; kb < P::GROUPS; ++kb, group_stats += NMAX * P::STATS) {
+        ring.wait_full();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // cp.async wrote what wgmma is going to read
-        const char* base = smem + stage * STAGE_BYTES;
+        const char* base = smem + ring.stage * P::STAGE_BYTES;
         u32 words = smem_addr(base) + word_off;
-        u32 rows = (smem_addr(base) + OFF_X) >> 4 | (128 >> 4) << 16;
+        u32 rows = (smem_addr(base) + P::OFF_X) >> 4 | (128 >> 4) << 16;
         float d0[8 * N8], d1[8 * N8];
-        u32 a0[KB / 32][4], a1[KB / 32][4];
-        start_product<N8>(d0, a0, words, rows);
-        start_product<N8>(d1, a1, words + 64 * PITCH, rows);
-        float s[2][2], z[2][2], stats[N8][2 * STATS];
+        u32 a0[P::KB / 32][4], a1[P::KB / 32][4];
+        start_product<P, N8>(d0, a0, words, rows);
+        start_product<P, N8>(d1, a1, words + 64 * P::PITCH, rows);
+        float s[2][2], z[2][2], stats[N8][2 * P::STATS];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 pair = *(const u32*)(base + scale_off + (i >> 1) * 256 + (i & 1) * 32);
@@ -264,17 +310,17 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, u32 ful
         }
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
-            if (GATED) *(float2*)stats[n] = *(const float2*)(group_stats + n * 8);
+            if (P::GATED) *(float2*)stats[n] = *(const float2*)(group_stats + n * 8);
             else *(float4*)stats[n] = *(const float4*)(group_stats + n * 16);
         }
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        add_group<N8>(acc[0], d0, s[0], z[0], stats);
+        add_group<P, N8>(acc[0], d0, s[0], z[0], stats);
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        if (lane == 0) bar_arrive(empty + 8 * stage);
-        add_group<N8>(acc[1], d1, s[1], z[1], stats);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
+        add_group<P, N8>(acc[1], d1, s[1], z[1], stats);
+        ring.next<P>();
     }
-    if (GATED)
+    if (P::GATED)
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
             float2 scale = *(const float2*)(group_stats + n * 8);  // behind the groups
@@ -285,20 +331,20 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, u32 ful
 
 // Transposes the accumulators to token rows through shared memory and writes them out: BF16 rows, or with GATED the
 // activations split for the next product, with their stats.
-template <int N8>
+template <class P, int N8>
 __device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int wg, int tid, int tile, const Item& item,
                                           u8* out, float2* out_stats) {
     int lane = tid & 31, warp = tid >> 5;
     char* t = smem + OFF_T + wg * T_BYTES;
-    u32 row_addr = smem_addr(t) + (lane & 7) * TPITCH;
+    u32 row_addr = smem_addr(t) + (lane & 7) * P::TPITCH;
     sync_warpgroup(wg);  // the last item's rows have left
 #pragma unroll
     for (int mb = 0; mb < 2; ++mb)
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
             float* v = &acc[mb][n * 4];
-            u32 at = row_addr + n * 8 * TPITCH;
-            if (GATED) {
+            u32 at = row_addr + n * 8 * P::TPITCH;
+            if (P::GATED) {
                 u32 h = pack_bf16(gelu_tanh(v[0]) * v[2], gelu_tanh(v[1]) * v[3]);
                 store_transposed(at + (mb * 32 + warp * 8) * 2, h);
             } else {
@@ -307,9 +353,9 @@ __device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int w
             }
         }
     sync_warpgroup(wg);
-    if (GATED) {  // 64 columns are one group of the next product; 4 threads a row
+    if (P::GATED) {  // 64 columns are one group of the next product; 4 threads a row
         int row = tid >> 2, q = tid & 3;
-        const uint4* p = (const uint4*)(t + row * TPITCH) + (q >> 1) * 2 + (q & 1);
+        const uint4* p = (const uint4*)(t + row * P::TPITCH) + (q >> 1) * 2 + (q & 1);
         Piece piece(p[0], p[4]);
         float top = piece.top(), sum = piece.sum();
 #pragma unroll
@@ -321,149 +367,210 @@ __device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int w
             int exponent = scale_exponent(top);
             uint4 high, low;
             piece.split(power(exponent), high, low);
-            u64 group = (u64)(item.row0 + row) * TILES + tile;
+            u64 group = (u64)(item.row0 + row) * P::TILES + tile;
             uint4* target = (uint4*)(out + group * 128) + q;
             target[0] = high;
             target[4] = low;
             if (q == 0) out_stats[group] = make_float2(sum, unscale(exponent));
         }
     } else {
-        const int chunks = TCOLS / 8;
+        const int chunks = P::TCOLS / 8;
         for (int i = tid; i < item.count() * chunks; i += 128) {
             int row = i / chunks, chunk = i % chunks;
-            ((uint4*)(out + ((u64)(item.row0 + row) * TILES + tile) * TCOLS * 2))[chunk] =
-                ((const uint4*)(t + row * TPITCH))[chunk];
+            ((uint4*)(out + ((u64)(item.row0 + row) * P::TILES + tile) * P::TCOLS * 2))[chunk] =
+                ((const uint4*)(t + row * P::TPITCH))[chunk];
         }
     }
 }
 
-// The producing warpgroup: thread 0 streams an item's weights, and all gather its token rows and what groups add to them.
-__device__ __forceinline__ void produce(Item item, char* smem, u32 full, u32 empty, int p, const u8* x,
-                                        const float* x_stats, const float* x_scale, const u8* words, const u8* scales,
-                                        const int* rows, const int* tile_e, const int* tile_r, int max_tiles, int slots) {
-    const int per_row = KB / 8, step = 128 / per_row, turns = NMAX / step;  // 16-byte pieces of a token row
-    const int first = p / per_row, piece = p % per_row;
-    const u32 dst = (2 * (first >> 3) + piece / (KB / 16)) * (KB / 16 * 128) + piece % (KB / 16) * 128 + (first & 7) * 16;
-    u32 stage = 0, phase = 0;
-    int row[turns + 1];  // of this thread's pieces, then of its stats
-    auto find_rows = [&](const Item& it) {
-#pragma unroll
-        for (int r = 0; r <= turns; ++r) {
-            int slot = it.row0 + min(r < turns ? r * step + first : (p & 31), it.count() - 1);
-            row[r] = GATED ? rows[slot] : slot;
+// One item of a consuming warpgroup.
+template <class P>
+__device__ __forceinline__ void multiply(const Item& item, char* smem, Ring& ring, int wg, int tid, int buffer, u8* out,
+                                         float2* out_stats) {
+    int tile = item.mgroup * WGS + wg;
+    if (tile >= P::TILES) {  // this warpgroup has no rows here; it still frees the stages it skips
+        for (int kb = 0; kb < P::GROUPS; ++kb, ring.next<P>()) {
+            ring.wait_full();
+            if ((tid & 31) == 0) bar_arrive(ring.empty + 8 * ring.stage);
         }
-    };
-    auto load_weights = [&](u64 block, int wgs, int stage) {
-        u32 base = smem_addr(smem + stage * STAGE_BYTES), bar = full + 8 * stage;
-        bar_expect(bar, wgs * (SZ_BYTES + W_BYTES));
-        bulk_load(base + OFF_WORDS, words + block * W_BYTES, wgs * W_BYTES, bar);
-        bulk_load(base + OFF_SZ, scales + block * SZ_BYTES, wgs * SZ_BYTES, bar);
-    };
-    int loaded = 0;  // first stages whose weights were asked for ahead of the loop
-    if (!GATED) {
-        if (item.expert >= 0) {
-            int wgs = min(WGS, TILES - item.mgroup * WGS);
-            u64 block = ((u64)item.expert * TILES + item.mgroup * WGS) * GROUPS;
-            for (; loaded < STAGES; ++loaded, block += wgs)
-                if (p == 0) load_weights(block, wgs, loaded);
-        }
-        asm volatile("griddepcontrol.wait;" ::: "memory");  // token rows come from the first product
+        return;
     }
-    if (item.expert >= 0) find_rows(item);
-    for (int i = blockIdx.x, turn = 0; item.expert >= 0; turn ^= 1) {
-        i += gridDim.x;
-        Item next = get_item(i, tile_e, tile_r, max_tiles, slots);
-        int wgs = min(WGS, TILES - item.mgroup * WGS), count = item.count();
-        u32 offset[turns];  // of pieces in x, which is smaller than 4 GiB
+    float acc[2][16];
+    int n8 = (item.count() + 7) >> 3;
+#define RUN(N)                                              \
+    consume<P, N>(acc, smem, ring, wg, tid, buffer);        \
+    write_out<P, N>(acc, smem, wg, tid, tile, item, out, out_stats);
+    if (n8 <= 1) {
+        RUN(1)
+    } else if (n8 == 2) {
+        RUN(2)
+    } else if (n8 == 3) {
+        RUN(3)
+    } else {
+        RUN(4)
+    }
+}
+
+// What the producing warpgroup reads for one product.
+struct Sources {
+    const u8 *x, *words, *scales;
+    const float *stats, *row_scale;  // row_scale: only of the first product
+};
+
+// This thread's share of a token tile: the rows of its 16-byte pieces, then that of its stats.
+template <class P>
+struct Share {
+    static constexpr int PER_ROW = P::KB / 8, STEP = 128 / PER_ROW, TURNS = NMAX / STEP;
+    int row[TURNS + 1];
+    __device__ __forceinline__ void find(const Item& item, int p, const int* rows) {
 #pragma unroll
-        for (int r = 0; r < turns; ++r) offset[r] = row[r] * (2 * K) + piece * 16;
-        int stats_row = row[turns];
-        u64 block = ((u64)item.expert * TILES + item.mgroup * WGS) * GROUPS;
-        for (int kb = 0; kb < GROUPS; ++kb, block += wgs) {
-            bar_wait(empty + 8 * stage, phase ^ 1);
-            u32 base = smem_addr(smem + stage * STAGE_BYTES), bar = full + 8 * stage;
-            if (loaded > 0) --loaded;
-            else if (p == 0) load_weights(block, wgs, stage);
-#pragma unroll
-            for (int r = 0; r < turns; ++r)
-                if (r * step + first < count)
-                    copy16(base + OFF_X + dst + r * (step / 8) * (KB / 8 * 128), x + offset[r] + kb * (2 * KB));
-            if (kb == 0) {
-                u32 target = smem_addr(smem + OFF_STATS + turn * STATS_BYTES) + (p & 31) * (4 * STATS);
-                const float* stats = x_stats + (u64)stats_row * (GROUPS * STATS);
-                for (int g = p >> 5; g < GROUPS; g += 4)
-                    for (int j = 0; j < STATS; ++j) copy4(target + g * (NMAX * STATS * 4) + j * 4, stats + g * STATS + j);
-                if (GATED && p < 32) copy4(target + GROUPS * (NMAX * 4), x_scale + stats_row);
-            }
-            copies_arrive(bar);
-            if (++stage == STAGES) stage = 0, phase ^= 1;
-            if (kb == GROUPS / 2 && next.expert >= 0) find_rows(next);
+        for (int r = 0; r <= TURNS; ++r) {
+            int slot = item.row0 + min(r < TURNS ? r * STEP + p / PER_ROW : (p & 31), item.count() - 1);
+            row[r] = P::GATED ? rows[slot] : slot;
         }
+    }
+};
+
+// Load an item's stages; `after` runs after each.
+template <class P, class F>
+__device__ __forceinline__ void load_item(const Item& item, const Share<P>& share, char* smem, Ring& ring, int p, int buffer,
+                                          const Sources& from, F after) {
+    const int per_row = P::KB / 8, step = 128 / per_row, turns = NMAX / step, first = p / per_row, piece = p % per_row;
+    const u32 dst = (2 * (first >> 3) + piece / (P::KB / 16)) * (P::KB / 16 * 128) + piece % (P::KB / 16) * 128 + (first & 7) * 16;
+    int wgs = min(WGS, P::TILES - item.mgroup * WGS), count = item.count();
+    u32 offset[turns];  // of pieces in x, which is smaller than 4 GiB
+#pragma unroll
+    for (int r = 0; r < turns; ++r) offset[r] = share.row[r] * (2 * P::K) + piece * 16;
+    u64 block = ((u64)item.expert * P::TILES + item.mgroup * WGS) * P::GROUPS;
+    for (int kb = 0; kb < P::GROUPS; ++kb, block += wgs) {
+        ring.wait_empty();
+        u32 base = smem_addr(smem + ring.stage * P::STAGE_BYTES), bar = ring.full + 8 * ring.stage;
+        if (p == 0) {
+            bar_expect(bar, wgs * (SZ_BYTES + P::W_BYTES));
+            bulk_load(base + P::OFF_WORDS, from.words + block * P::W_BYTES, wgs * P::W_BYTES, bar);
+            bulk_load(base + P::OFF_SZ, from.scales + block * SZ_BYTES, wgs * SZ_BYTES, bar);
+        }
+#pragma unroll
+        for (int r = 0; r < turns; ++r)
+            if (r * step + first < count)
+                copy16(base + P::OFF_X + dst + r * (step / 8) * (P::KB / 8 * 128), from.x + offset[r] + kb * (2 * P::KB));
+        if (kb == 0) {
+            int row = share.row[turns];
+            u32 target = smem_addr(smem + OFF_STATS + buffer * STATS_BYTES) + (p & 31) * (4 * P::STATS);
+            const float* stats = from.stats + (u64)row * (P::GROUPS * P::STATS);
+            for (int g = p >> 5; g < P::GROUPS; g += 4)
+                for (int j = 0; j < P::STATS; ++j)
+                    copy4(target + g * (NMAX * P::STATS * 4) + j * 4, stats + g * P::STATS + j);
+            if (P::GATED && p < 32) copy4(target + P::GROUPS * (NMAX * 4), from.row_scale + row);
+        }
+        copies_arrive(bar);
+        ring.next<P>();
+        after(kb);
+    }
+}
+
+// state: the next item beyond one per block, then how many row tiles of the first product every token tile has; zeros.
+__device__ __forceinline__ void produce(char* smem, Ring up, Ring down, u32 announced, int p, const Sources& from_up,
+                                        const Sources& from_down, const int* rows, const Tiles& tiles, int* state) {
+    volatile int* board = (volatile int*)(smem + OFF_ITEMS);  // ITEMS items of 8 numbers, then two indices, then a sum
+    volatile int* following = board + ITEMS * 8;
+    int real = 0;
+    for (int t = p; t < tiles.most; t += 128) real += tiles.expert[t] >= 0;
+    for (int step = 1; step < 32; step *= 2) real += __shfl_xor_sync(0xffffffffu, real, step);
+    if ((p & 31) == 0) following[2 + (p >> 5)] = real;
+    sync_warpgroup(WGS);
+    real = following[2] + following[3] + following[4] + following[5];
+
+    Item item = decode(blockIdx.x, real, tiles);
+    Share<Up> share_up;
+    Share<Down> share_down;
+    auto prepare = [&](const Item& it) {
+        if (it.kind == UP) share_up.find(it, p, rows);
+        if (it.kind == DOWN) share_down.find(it, p, rows);
+    };
+    prepare(item);
+    for (int n = 0, was = UP;; ++n) {
+        if (p == 0) {
+            volatile int* slot = board + n % ITEMS * 8;
+            slot[0] = item.kind, slot[1] = item.mgroup, slot[2] = item.tile, slot[3] = item.row0, slot[4] = item.end;
+            bar_arrive(announced + 8 * (n % ITEMS));
+        }
+        if (item.kind == END) return;
+        Item next;
+        const int middle = (item.kind == UP ? Up::GROUPS : Down::GROUPS) / 2;
+        auto find_next = [&](int kb) {
+            if (kb == 0 && p == 0) following[n & 1] = gridDim.x + atomicAdd(state, 1);
+            if (kb != middle) return;
+            sync_warpgroup(WGS);  // the index has been written
+            next = decode(following[n & 1], real, tiles);
+            prepare(next);  // the present item's rows are not needed any more
+        };
+        if (item.kind == UP) {
+            load_item<Up>(item, share_up, smem, up, p, n & 1, from_up, find_next);
+        } else {
+            if (was == UP)  // both products' stages are the same memory
+                for (int s = 0; s < Up::STAGES; ++s, up.next<Up>()) up.wait_empty();
+            while (load_acquire(state + 1 + item.tile) < Up::TILES) __nanosleep(40);
+            load_item<Down>(item, share_down, smem, down, p, n & 1, from_down, find_next);
+        }
+        was = item.kind;
         item = next;
     }
 }
 
-// x_scale: fp32 [rows of x], only in the first product.
+// x: split rows, sums and scales of split_rows. inner, inner_stats: what the first product leaves for the second.
 extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
-    experts_product(const u8* x, const float* x_stats, const float* x_scale, const u8* words, const u8* scales, const int* rows,
-                    const int* tile_e, const int* tile_r, int max_tiles, int slots, u8* out, float2* out_stats) {
+    experts_products(const u8* x, const float* sums, const float* row_scale, const u8* up_words, const u8* up_scales,
+                     const u8* down_words, const u8* down_scales, const int* rows, const int* tile_e, const int* tile_r,
+                     int max_tiles, int slots, u8* inner, float2* inner_stats, u8* out, int* state) {
     extern __shared__ __align__(1024) char smem[];
-    u32 full = smem_addr(smem + OFF_BAR), empty = full + 8 * STAGES;
+    u32 bars = smem_addr(smem + OFF_BAR);
+    Ring up = {bars, bars + 8 * STAGES_UP, 0, 0}, down = {bars + 16 * STAGES_UP, bars + 16 * STAGES_UP + 8 * STAGES_DOWN, 0, 0};
+    u32 announced = down.empty + 8 * STAGES_DOWN;
     int warp = threadIdx.x >> 5;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            bar_init(full + 8 * s, 129);  // the bytes of the bulk copies and 128 threads' gathers
-            bar_init(empty + 8 * s, WGS * 4);
-        }
+        // full: the bytes of the bulk copies and 128 threads' gathers; empty: a lane of every consuming warp.
+        for (int s = 0; s < STAGES_UP; ++s) bar_init(up.full + 8 * s, 129), bar_init(up.empty + 8 * s, WGS * 4);
+        for (int s = 0; s < STAGES_DOWN; ++s) bar_init(down.full + 8 * s, 129), bar_init(down.empty + 8 * s, WGS * 4);
+        for (int s = 0; s < ITEMS; ++s) bar_init(announced + 8 * s, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (GATED) asm volatile("griddepcontrol.launch_dependents;");
-    Item item = get_item(blockIdx.x, tile_e, tile_r, max_tiles, slots);
     if (warp >= WGS * 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
-        produce(item, smem, full, empty, threadIdx.x - WGS * 128, x, x_stats, x_scale, words, scales, rows, tile_e, tile_r,
-                max_tiles, slots);
+        Sources from_up = {x, up_words, up_scales, sums, row_scale};
+        Sources from_down = {inner, down_words, down_scales, (const float*)inner_stats, 0};
+        Tiles tiles = {tile_e, tile_r, max_tiles, slots};
+        produce(smem, up, down, announced, threadIdx.x - WGS * 128, from_up, from_down, rows, tiles, state);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
     int wg = warp >> 2, tid = threadIdx.x & 127;
-    u32 stage = 0, phase = 0;
-    float acc[2][16];
-    for (int i = blockIdx.x, turn = 0; item.expert >= 0; turn ^= 1) {
-        i += gridDim.x;
-        Item next = get_item(i, tile_e, tile_r, max_tiles, slots);
-        int tile = item.mgroup * WGS + wg;
-        if (tile >= TILES) {  // this warpgroup has no rows here; it still frees the stages it skips
-            for (int kb = 0; kb < GROUPS; ++kb) {
-                bar_wait(full + 8 * stage, phase);
-                if ((threadIdx.x & 31) == 0) bar_arrive(empty + 8 * stage);
-                if (++stage == STAGES) stage = 0, phase ^= 1;
+    volatile int* board = (volatile int*)(smem + OFF_ITEMS);
+    for (int n = 0;; ++n) {
+        bar_wait(announced + 8 * (n % ITEMS), (n / ITEMS) & 1);
+        volatile int* slot = board + n % ITEMS * 8;
+        Item item = {slot[0], slot[1], slot[2], 0, slot[3], slot[4]};
+        if (item.kind == END) return;
+        if (item.kind == UP) {
+            multiply<Up>(item, smem, up, wg, tid, n & 1, inner, inner_stats);
+            sync_warpgroup(wg);
+            if (tid == 0 && item.mgroup * WGS + wg < Up::TILES) {
+                __threadfence();  // all of the warpgroup's rows are out before the count says so
+                atomicAdd(state + 1 + item.tile, 1);
             }
-            item = next;
-            continue;
-        }
-        int n8 = (item.count() + 7) >> 3;
-#define RUN(N)                                                           \
-    consume<N>(acc, smem, full, empty, wg, tid, turn, stage, phase);     \
-    write_out<N>(acc, smem, wg, tid, tile, item, out, out_stats);
-        if (n8 <= 1) {
-            RUN(1)
-        } else if (n8 == 2) {
-            RUN(2)
-        } else if (n8 == 3) {
-            RUN(3)
         } else {
-            RUN(4)
+            multiply<Down>(item, smem, down, wg, tid, n & 1, out, inner_stats);
         }
-        item = next;
     }
 }
 
-// x BF16 [count, K] into high and low parts [count, GROUPS, 2, KB], sums [count, GROUPS] in scaled units, and scales
-// [count]. A warp a row.
+// x BF16 [count, HIDDEN] into high and low parts [count, groups, 2, KB], sums [count, groups] in scaled units, and scales
+// [count]. A warp a row. Also zeros `words` numbers of state.
 extern "C" __global__ void __launch_bounds__(128)
-    split_rows(const u8* x, u8* out, float* out_sums, float* out_scales, int count) {
+    split_rows(const u8* x, u8* out, float* out_sums, float* out_scales, int count, int* state, int words) {
+    for (int i = blockIdx.x * 128 + threadIdx.x; i < words; i += gridDim.x * 128) state[i] = 0;
+    const int KB = Up::KB, K = Up::K, GROUPS = Up::GROUPS;
     const int per_group = KB / 16, pieces = K / 16, turns = (pieces + 31) / 32;
     int row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (row >= count) return;

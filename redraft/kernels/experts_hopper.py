@@ -16,22 +16,23 @@ Weights and scales are as in `experts_layout.py`. Split rows are uint8 [rows, gr
 of a part holds column k = j * G/4 + 16 * (t // 2) + 8 * (p // 16) + (p % 16) // 2 with j = t % 2 + 2 * (p % 2), which
 is the order in which masked words hold their nibbles.
 
+Both products are one launch of a block per multiprocessor. Blocks take tiles from a counter, so that one that got its
+weights sooner does more of them; a tile of the second product waits until the first has written its rows. `state`
+holds the counter and what is written, and is zeroed with every split.
+
 torch compiles the source when it is first needed (NVRTC, part of torch's CUDA build). Where that cannot be, or the
-kernels fail a first check against `experts.py`, the Triton kernels do the work.
+kernel fails its first check (`experts.py`), the Triton kernels do the work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from redraft.config import QuantSpec
-from redraft.kernels.cuda_launch import compile_kernel, launch
-from redraft.kernels.slots import Slots
+from redraft.kernels.slots import Slots, max_tiles
 from redraft.weights import RepackedExperts
 
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
@@ -42,36 +43,32 @@ REGISTERS = {"PRODUCER_REGS": 56, "CONSUMER_REGS": 152}  # a thread; 56 + 3 * 15
 SPLIT_ROWS = 4  # a block, each by one warp
 
 
-@dataclass(frozen=True)
-class Product:
-    """One compiled grouped product over weights [rows, k]."""
-
-    kernel: Any
-    shared: int  # bytes
-    blocks: int
-
-    def launch(self, *args: torch.Tensor | int, early: bool = False) -> None:
-        launch(self.kernel, self.blocks, (WARPGROUPS + 1) * 128, args, self.shared, early=early)
-
-
 class HopperProducts:
     """Both products of layers of one shape, compiled for the current device. Raises RuntimeError when torch cannot."""
 
     def __init__(self, hidden: int, width: int, spec: QuantSpec, device: torch.device):
         properties = torch.cuda.get_device_properties(device)
+        limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         self.hidden, self.width, self.spec = hidden, width, spec
-        shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        limits = (shared, properties.multi_processor_count)
+        self.blocks: int = properties.multi_processor_count
+        self.shared, stages_up, stages_down = _shared_memory(hidden, width, spec, limit)
+        macros = {
+            "HIDDEN": hidden, "WIDTH": width, "GROUP_UP": spec.group_gate_up, "GROUP_DOWN": spec.group_down,
+            "STAGES_UP": stages_up, "STAGES_DOWN": stages_down, "WGS": WARPGROUPS, **REGISTERS,
+        }  # fmt: skip
+        source = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE.read_text("utf-8")
         with torch.cuda.device(device):
-            self.gate_up = _product(hidden, spec.group_gate_up, 2 * width, True, *limits)
-            self.down = _product(width, spec.group_down, hidden, False, *limits)
-            self.split_kernel = _compile("split_rows", K=hidden, KB=spec.group_gate_up, TILES=1, GATED=0, STAGES=1)
+            self.multiply, self.split = (
+                torch.cuda._compile_kernel(source, name, compute_capability="90a")
+                for name in ("experts_products", "split_rows")
+            )
+            self.multiply.set_shared_memory_config(self.shared)
 
 
 class HopperBuffers:
-    """What the products read and write for `rows` rows of `top_k` experts each."""
+    """What the products read and write for `rows` rows of `top_k` of `experts` experts each."""
 
-    def __init__(self, products: HopperProducts, rows: int, top_k: int, device: torch.device):
+    def __init__(self, products: HopperProducts, rows: int, top_k: int, experts: int, device: torch.device):
         hidden, width, spec, slots = products.hidden, products.width, products.spec, rows * top_k
         self.products = products
         self.split = torch.empty(rows, 2 * hidden, dtype=torch.uint8, device=device)
@@ -80,25 +77,29 @@ class HopperBuffers:
         self.inner_split = torch.empty(slots, 2 * width, dtype=torch.uint8, device=device)
         self.inner_stats = torch.empty(slots, width // spec.group_down, 2, device=device)  # sum and 512 / scale
         self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
+        tiles = max_tiles(rows, top_k, experts, TOKEN_ROWS)
+        self.state = torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
     def split_rows(self, x: torch.Tensor) -> None:
-        """x BF16 [rows, H] into `split`, `sums` and `unscale`."""
-        blocks = -(-x.shape[0] // SPLIT_ROWS)
-        args = (x, self.split, self.sums, self.unscale, x.shape[0])
-        launch(self.products.split_kernel, blocks, 32 * SPLIT_ROWS, args)
+        """x BF16 [rows, H] into `split`, `sums` and `unscale`; before every `multiply`."""
+        self.products.split(
+            grid=(-(-x.shape[0] // SPLIT_ROWS), 1, 1),
+            block=(32 * SPLIT_ROWS, 1, 1),
+            args=[x, self.split, self.sums, self.unscale, x.shape[0], self.state, self.state.shape[0]],
+        )
 
     def multiply(self, experts: RepackedExperts, slots: Slots) -> None:
-        """Every slot's expert output into `out`, from rows split before. slots: tiles of TOKEN_ROWS."""
-        count = slots.row_of.shape[0]
-        tiles = (slots.tile_expert, slots.tile_start, slots.tile_expert.shape[0], count)
-        self.products.gate_up.launch(
-            self.split, self.sums, self.unscale, experts.gate_up_words, experts.gate_up_scales,
-            slots.row_of, *tiles, self.inner_split, self.inner_stats,
-        )  # fmt: skip
-        # Multiprocessors that have done their part already fetch weights of the second product.
-        self.products.down.launch(
-            self.inner_split, self.inner_stats, self.unscale, experts.down_words, experts.down_scales,
-            slots.row_of, *tiles, self.out, self.inner_stats, early=True,
+        """Every slot's expert output into `out`. slots: tiles of TOKEN_ROWS."""
+        self.products.multiply(
+            grid=(self.products.blocks, 1, 1),
+            block=((WARPGROUPS + 1) * 128, 1, 1),
+            shared_mem=self.products.shared,
+            args=[
+                self.split, self.sums, self.unscale, experts.gate_up_words, experts.gate_up_scales,
+                experts.down_words, experts.down_scales, slots.row_of, slots.tile_expert, slots.tile_start,
+                slots.tile_expert.shape[0], slots.row_of.shape[0], self.inner_split, self.inner_stats, self.out,
+                self.state,
+            ],
         )  # fmt: skip
 
 
@@ -121,28 +122,28 @@ def why_not(hidden: int, width: int, spec: QuantSpec, device: torch.device) -> s
         return "needs torch with its runtime compiler"
     if spec.group_down != 64 or spec.group_gate_up not in (64, 128):
         return "needs groups of 64 in the down projection and of 64 or 128 in gate and up"
-    if width < 4 * spec.group_down or hidden < 4 * spec.group_gate_up:
-        return "needs at least four groups in every product"
+    if width < 2 * spec.group_down or hidden < 2 * spec.group_gate_up:
+        return "needs at least two groups in every product"
     if hidden % max(ROW_TILE, spec.group_gate_up) or width % 64:
         return "needs a hidden size that is a multiple of 128 and an expert width that is one of 64"
     return None
 
 
-def _product(k: int, group: int, rows: int, gated: bool, shared: int, blocks: int) -> Product:
-    """Compile a product with as many stages as `shared` bytes hold."""
-    groups = k // group
-    stage = WARPGROUPS * (ROW_TILE * 4 + ROW_TILE * group // 2) + TOKEN_ROWS * 2 * group
-    stats = groups + 1 if gated else 2 * groups
-    fixed = 2 * stats * TOKEN_ROWS * 4 + WARPGROUPS * TOKEN_ROWS * (2 * (64 if gated else ROW_TILE) + 16)
-    # No more than groups: stats have two buffers, and whoever loads may not run two items ahead.
-    stages = min(16, groups, (shared - 1024 - fixed) // (stage + 16))
-    if stages < 2:
-        raise RuntimeError(f"a multiprocessor's {shared} bytes of shared memory hold less than two stages")
-    kernel = _compile("experts_product", K=k, KB=group, TILES=rows // ROW_TILE, GATED=int(gated), STAGES=stages)
-    size = stages * (stage + 16) + fixed
-    kernel.set_shared_memory_config(size)
-    return Product(kernel, size, blocks)
+def _shared_memory(hidden: int, width: int, spec: QuantSpec, limit: int) -> tuple[int, int, int]:
+    """Bytes of shared memory, and stages of either product; see the map in the source.
 
+    A product has at most as many stages as groups: stats have two buffers, and the loads may not run two items ahead.
+    """
+    up_groups, down_groups = hidden // spec.group_gate_up, width // spec.group_down
+    stats = TOKEN_ROWS * 4 * max(up_groups + 1, 2 * down_groups)
+    fixed = 2 * stats + WARPGROUPS * TOKEN_ROWS * (2 * ROW_TILE + 16) + 512  # 512: barriers and items
 
-def _compile(name: str, **macros: int) -> Any:
-    return compile_kernel(SOURCE, name, "90a", {**macros, "WGS": WARPGROUPS, **REGISTERS})
+    def stage(group: int) -> int:
+        return WARPGROUPS * (ROW_TILE * 4 + ROW_TILE * group // 2) + TOKEN_ROWS * 2 * group
+
+    space = limit - 1024 - fixed
+    up = min(16, up_groups, space // stage(spec.group_gate_up))
+    down = min(16, down_groups, space // stage(spec.group_down))
+    if min(up, down) < 2:
+        raise RuntimeError(f"a multiprocessor's {limit} bytes of shared memory hold less than two stages")
+    return max(up * stage(spec.group_gate_up), down * stage(spec.group_down)) + fixed, up, down

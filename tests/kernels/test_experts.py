@@ -81,7 +81,7 @@ def _slot_outputs(x, experts, index, config, spec, *, hopper):
     """Expert outputs by slot from buffers full of NaN, and the slots."""
     slots = _assigned(index, config.num_experts)
     width = config.moe_intermediate_size
-    buffers = expert_buffers(*index.shape, x.shape[1], width, spec, x.device, hopper=hopper)
+    buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, hopper=hopper)
     for tensor in vars(buffers).values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3

@@ -32,7 +32,7 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], 
     sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
     _, chosen = routing(scale, generator)
     slots = assign_slots_reference(chosen.long(), config.num_experts, TILE_ROWS)
-    buffers = expert_buffers(rows, top_k, h, inner, spec, scale.device, hopper=hopper)
+    buffers = expert_buffers(rows, top_k, config.num_experts, h, inner, spec, scale.device, hopper=hopper)
 
     def reference() -> dict[str, torch.Tensor]:
         out = torch.empty(rows * top_k, h, device=scale.device)
