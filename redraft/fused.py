@@ -21,6 +21,7 @@ import torch
 from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
+from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canvas_scratch, canvas_settings
 from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
@@ -111,11 +112,17 @@ class FusedModel:
             h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, self.config.rms_norm_eps,
             q_out=h.q, keys=kv.keys, values=kv.values, rows_cap=kv.rows_cap,
         )  # fmt: skip
-        attend(
-            h.q, kv.keys, kv.values, arena.length, kv.rows_cap, causal,
-            self.config.sliding_window if kv.ring else None,
-            out=h.out, scratch=h.scratch, settings=h.settings,
-        )  # fmt: skip
+        if h.canvas is not None and not causal:
+            attend_canvas(
+                h.q, kv.keys, kv.values, arena.length, kv.rows_cap,
+                out=h.out, scratch=h.canvas, settings=h.canvas_settings,
+            )  # fmt: skip
+        else:
+            attend(
+                h.q, kv.keys, kv.values, arena.length, kv.rows_cap, causal,
+                self.config.sliding_window if kv.ring else None,
+                out=h.out, scratch=h.scratch, settings=h.settings,
+            )  # fmt: skip
         torch.mm(h.out, w.o_proj.t(), out=b.delta)
 
     def feed_forward(self, layer: FusedLayer, b: Buffers, next_weight: torch.Tensor, *, causal: bool) -> None:
@@ -227,3 +234,10 @@ class HeadBuffers:
         self.out = torch.empty(slots * count, heads * dim, dtype=torch.bfloat16, device=device)
         self.settings = attention_settings(slots, heads, kv, count, dim)
         self.scratch = attention_scratch(slots, heads, count, dim, self.settings, device)
+        self.canvas_settings = canvas_settings(slots, heads, kv, count, dim)
+        self.canvas: CanvasScratch | None = None
+
+    def plan_canvases(self, rows_cap: int) -> None:
+        """Scratch for the faster attention of denoise passes over prefixes of at most rows_cap stored rows."""
+        slots, heads, count, _ = self.q.shape
+        self.canvas = canvas_scratch(slots, heads, count, rows_cap, self.canvas_settings, self.q.device)

@@ -82,7 +82,7 @@ class SlotRunner:
         self.arena = SlotArena.allocate(self.config, slots, capacity, self.piece, torch.bfloat16, device)
         self.state = DecodeSlots.allocate(slots, device)
         self.canvases = Canvases.allocate(slots, self.config.canvas_length, device)
-        self.work = _DenoiseBuffers(model, slots, device)
+        self.work = _DenoiseBuffers(model, slots, capacity, device)
         self._select = torch.zeros(slots, dtype=torch.int32, device=device)
         self._readers = {n: _Reader(model, n, device) for n in {self.config.canvas_length, self.piece}}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -204,10 +204,12 @@ class _Reader:
 class _DenoiseBuffers:
     """What a denoise pass writes besides the canvases."""
 
-    def __init__(self, model: FusedModel, slots: int, device: torch.device):
+    def __init__(self, model: FusedModel, slots: int, capacity: int, device: torch.device):
         config = model.config
         rows = slots * config.canvas_length
         self.rows = Buffers(config, model.spec, slots, config.canvas_length, device)
+        if "full" in self.rows.heads:
+            self.rows.heads["full"].plan_canvases(capacity)
         self.conditioning = SelfConditioningBuffers.allocate(
             rows, config.hidden_size, config.intermediate_size, torch.bfloat16, device
         )
@@ -253,7 +255,7 @@ def planned_bytes(model: FusedModel, slots: int, capacity: int, piece: int) -> i
     meta, config, length = torch.device("meta"), model.config, model.config.canvas_length
     arena = SlotArena.allocate(config, slots, capacity, piece, torch.bfloat16, meta)
     readers = [Buffers(config, model.spec, 1, n, meta) for n in {length, piece}]
-    parts = [arena, _DenoiseBuffers(model, slots, meta), *readers]
+    parts = [arena, _DenoiseBuffers(model, slots, capacity, meta), *readers]
     return sum(_tensor_bytes(part) for part in parts)
 
 

@@ -53,8 +53,11 @@ def test_planned_memory_is_what_is_allocated(runner):
     planned = planned_bytes(runner.model, 2, runner.capacity, runner.piece)
     assert allocated + logits < planned < 3 * (allocated + logits) + 2**22
     longer = planned_bytes(runner.model, 2, runner.capacity + 100, runner.piece)
-    # Only the one full layer grows: K and V of 2 slots, 1 head of 32, BF16, 100 positions.
-    assert longer - planned == 2 * 2 * 32 * 2 * 100
+    # Only the one full layer grows: K and V of 2 slots, 1 head of 32, BF16, 100 positions; and the weights of
+    # attention, BF16 and two fp32 statistics for every canvas row, query head and block of 128 positions.
+    heads = runner.config.num_heads
+    blocks = -(-(runner.capacity + 100) // 128) - -(-runner.capacity // 128)
+    assert longer - planned == 2 * 2 * 32 * 2 * 100 + rows * heads * blocks * (128 * 2 + 8)
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def _slot_outputs(x, experts, index, config, spec, *, hopper):
     width = config.moe_intermediate_size
     buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, hopper=hopper)
     for tensor in vars(buffers).values():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
             tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3
     sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
     prepare_rows(x, buffers)
