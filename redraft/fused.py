@@ -66,7 +66,6 @@ class FusedModel:
         self.layers = [self._prepare(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self.conditioning_gate_up = _join(weights.self_conditioning, ["gate_proj", "up_proj"])
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._prepared = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -134,13 +133,10 @@ class FusedModel:
             group_sums=b.group_sums, group_size=b.group,
         )  # fmt: skip
         with self._beside():
-            prepare_rows(b.expert_in, b.experts)
-            if self._prepared is not None:
-                self._prepared.record()
             self.dense(layer, b)
+        # Not on the second stream: there the dense MLP would start later, and the experts find its blocks in their way.
+        prepare_rows(b.expert_in, b.experts)
         self.route(layer, b)
-        if self._prepared is not None:
-            self._prepared.wait()
         rows = expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
         self._rejoin()
         combine_norms(
