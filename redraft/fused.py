@@ -30,6 +30,7 @@ from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
+from redraft.kernels.tables import H200, current_gpu, settings_for
 from redraft.weights import (
     DenseExperts,
     LayerWeights,
@@ -126,12 +127,7 @@ class FusedModel:
 
     def feed_forward(self, layer: FusedLayer, b: Buffers, next_weight: torch.Tensor, *, causal: bool) -> None:
         """From b.delta to the residual stream and the next layer's normed input."""
-        w, eps = layer.weights, self.config.rms_norm_eps
-        residual_norms(
-            b.x, b.delta, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.pre_feedforward_layernorm_2,
-            w.router_scale, eps, dense_in=b.dense_in, expert_in=b.expert_in, router_in=b.router_in,
-            group_sums=b.group_sums, group_size=b.group,
-        )  # fmt: skip
+        self.join_attention(layer, b)
         with self._beside():
             self.dense(layer, b)
         # Not on the second stream: there the dense MLP would start later, and the experts find its blocks in their way.
@@ -139,10 +135,26 @@ class FusedModel:
         self.route(layer, b)
         rows = expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
         self._rejoin()
+        self.join_feed_forward(layer, b, rows, next_weight, causal=causal)
+
+    def join_attention(self, layer: FusedLayer, b: Buffers) -> None:
+        """Add the attention's output to the residual stream, and norm it for what follows."""
+        w = layer.weights
+        residual_norms(
+            b.x, b.delta, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.pre_feedforward_layernorm_2,
+            w.router_scale, self.config.rms_norm_eps, dense_in=b.dense_in, expert_in=b.expert_in, router_in=b.router_in,
+            group_sums=b.group_sums, group_size=b.group,
+        )  # fmt: skip
+
+    def join_feed_forward(
+        self, layer: FusedLayer, b: Buffers, rows: torch.Tensor, next_weight: torch.Tensor, *, causal: bool
+    ) -> None:
+        """Add b.dense and the experts' rows [R * k, H] to the residual stream, and norm it for the next layer."""
+        w = layer.weights
         combine_norms(
             b.x, b.dense, rows, b.assigned.slot_of, b.routing, w.post_feedforward_layernorm_1,
             w.post_feedforward_layernorm_2, w.post_feedforward_layernorm,
-            w.encoder_scalar if causal else w.decoder_scalar, next_weight, eps, next_in=b.next_in,
+            w.encoder_scalar if causal else w.decoder_scalar, next_weight, self.config.rms_norm_eps, next_in=b.next_in,
         )  # fmt: skip
 
     def dense(self, layer: FusedLayer, b: Buffers) -> None:
@@ -228,9 +240,11 @@ class HeadBuffers:
         self.qkv = torch.empty(slots * count, parts * dim, dtype=torch.bfloat16, device=device)
         self.q = torch.empty(slots, heads, count, dim, dtype=torch.bfloat16, device=device)
         self.out = torch.empty(slots * count, heads * dim, dtype=torch.bfloat16, device=device)
-        self.settings = attention_settings(slots, heads, kv, count, dim)
+        gpu = current_gpu() or H200
+        default = attention_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
+        self.settings = settings_for(f"attention.{layer.kind}", default, gpu, fit=False)
         self.scratch = attention_scratch(slots, heads, count, dim, self.settings, device)
-        self.canvas_settings = canvas_settings(slots, heads, kv, count, dim)
+        self.canvas_settings = canvas_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
         self.canvas: CanvasScratch | None = None
 
     def plan_canvases(self, rows_cap: int) -> None:

@@ -19,8 +19,9 @@ from redraft.errors import RedraftError
 from redraft.fused import Buffers, FusedModel
 from redraft.kernels.acceptance import finish_pass, start_canvas
 from redraft.kernels.decoding import OUT_OF_STEPS, Canvases, DecodeSlots
-from redraft.kernels.sampling import probabilities, sample
+from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
 from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
+from redraft.kernels.tables import settings_for
 
 PIECE = 1024  # prompt rows a pass, where a prompt has more than a canvas: 64 rows an expert at 128 experts, 8 chosen
 
@@ -139,17 +140,21 @@ class SlotRunner:
         model.run_layers(w.rows, self.arena, causal=False)
         torch.mm(w.rows.next_in, embed.t(), out=w.logits)
         self.sample()
-        # In place: the raw logits have been read, and the next pass wants their probabilities.
-        probabilities(w.logits, w.log_norm, self.state, length, config.final_logit_softcap, out=w.logits)
-        finish_pass(w.draw, w.argmax, w.entropy, self.state, self.canvases, length, config.vocab_size)
 
     def sample(self) -> None:
-        """Statistics of the raw logits in `work`."""
-        w = self.work
+        """From the raw logits in `work` to the next canvas: statistics, probabilities, acceptance and stop test."""
+        config, w, length = self.config, self.work, self.config.canvas_length
         sample(
-            w.logits, self.state, self.config.canvas_length, self.config.final_logit_softcap,
+            w.logits, self.state, length, config.final_logit_softcap,
             draw=w.draw, argmax=w.argmax, entropy=w.entropy, confidence=w.confidence, log_norm=w.log_norm,
+            settings=w.sample_settings,
         )  # fmt: skip
+        # In place: the raw logits have been read, and the next pass wants their probabilities.
+        probabilities(
+            w.logits, w.log_norm, self.state, length, config.final_logit_softcap,
+            out=w.logits, settings=w.probability_settings,
+        )  # fmt: skip
+        finish_pass(w.draw, w.argmax, w.entropy, self.state, self.canvases, length, config.vocab_size)
 
     def _prepare(self) -> None:
         if self._pass is None:
@@ -217,6 +222,8 @@ class _DenoiseBuffers:
         self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.bfloat16, device=device)
         self.draw, self.argmax = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.entropy, self.confidence, self.log_norm = (torch.zeros(rows, device=device) for _ in range(3))
+        self.sample_settings = settings_for("sampling.statistics", SAMPLE)
+        self.probability_settings = settings_for("sampling.probabilities", PROBABILITIES)
 
 
 class _Snapshot:

@@ -9,10 +9,7 @@ import torch
 from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
 from redraft.fused import FusedLayer, FusedModel
 from redraft.graphs import SlotRunner
-from redraft.kernels.acceptance import finish_pass
 from redraft.kernels.experts import expert_rows, prepare_rows
-from redraft.kernels.norms import combine_norms, residual_norms
-from redraft.kernels.sampling import probabilities
 from redraft.kernels.self_conditioning import self_condition
 
 
@@ -62,7 +59,7 @@ class FusedStep:
             "experts": every_layer(self._experts),
             "norms": every_layer(self._norms),
             "head": lambda: torch.mm(rows.next_in, model.weights.embed.t(), out=runner.work.logits),
-            "sampling": self._sample,
+            "sampling": self.runner.sample,
         }
 
     def _self_condition(self) -> None:
@@ -84,26 +81,6 @@ class FusedStep:
 
     def _norms(self, layer: FusedLayer) -> None:
         """The two launches of `FusedModel.feed_forward` around its branches."""
-        b, w, eps = self.runner.work.rows, layer.weights, self.config.rms_norm_eps
-        residual_norms(
-            b.x, b.delta, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.pre_feedforward_layernorm_2,
-            w.router_scale, eps, dense_in=b.dense_in, expert_in=b.expert_in, router_in=b.router_in,
-            group_sums=b.group_sums, group_size=b.group,
-        )  # fmt: skip
-        combine_norms(
-            b.x, b.dense, self._expert_rows, b.assigned.slot_of, b.routing, w.post_feedforward_layernorm_1,
-            w.post_feedforward_layernorm_2, w.post_feedforward_layernorm, w.decoder_scalar, w.input_layernorm, eps,
-            next_in=b.next_in,
-        )  # fmt: skip
-
-    def _sample(self) -> None:
-        """Statistics, probabilities for the next pass, acceptance and stop test."""
-        runner, work, config = self.runner, self.runner.work, self.config
-        runner.sample()
-        probabilities(
-            work.logits, work.log_norm, runner.state, config.canvas_length, config.final_logit_softcap, out=work.logits
-        )
-        finish_pass(
-            work.draw, work.argmax, work.entropy, runner.state, runner.canvases, config.canvas_length,
-            config.vocab_size,
-        )  # fmt: skip
+        b = self.runner.work.rows
+        self.model.join_attention(layer, b)
+        self.model.join_feed_forward(layer, b, self._expert_rows, layer.weights.input_layernorm, causal=False)

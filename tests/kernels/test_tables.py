@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from redraft import fused
+from redraft.config import QuantSpec
 from redraft.errors import RedraftError
 from redraft.kernels import tables
+from redraft.kernels.attention import attention_settings
+from redraft.kernels.sampling import SAMPLE
 from redraft.kernels.tables import H200, Gpu, current_gpu, load_table, settings_for, table_path
+from redraft.random_model import PRESETS
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,26 @@ def test_a_damaged_table_is_named(folder: Path) -> None:
 )
 def test_without_a_table_the_defaults_are_fitted(folder: Path, gpu: Gpu, expected: Settings) -> None:
     assert settings_for("head", Settings(), gpu) == expected
+
+
+def test_a_default_for_this_gpu_is_not_fitted_again(folder: Path) -> None:
+    small = Gpu("small", 66, 101_376)
+    assert settings_for("head", Settings(), small, fit=False) == Settings()
+    write("small", {"head": {"block": 64}})
+    load_table.cache_clear()
+    assert settings_for("head", Settings(), small, fit=False) == Settings(block=64)
+
+
+def test_passes_ask_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"attention.sliding": {"block_n": 32}, "sampling.statistics": {"num_warps": 4}}
+    write("NVIDIA H200", entries)
+    for module in (tables, fused):
+        monkeypatch.setattr(module, "current_gpu", lambda: H200)
+    config, meta = PRESETS["26b-a4b"], torch.device("meta")
+    buffers = fused.Buffers(config, QuantSpec(), 1, 256, meta)
+    assert buffers.heads["sliding"].settings == replace(attention_settings(1, 16, 8, 256, 256), block_n=32)
+    assert buffers.heads["full"].settings == attention_settings(1, 16, 2, 256, 512)
+    assert settings_for("sampling.statistics", SAMPLE) == replace(SAMPLE, num_warps=4)
 
 
 def test_installed_tables_are_sound() -> None:

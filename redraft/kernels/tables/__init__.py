@@ -49,9 +49,10 @@ def current_gpu(device: torch.device | None = None) -> Gpu | None:
     return Gpu(properties.name, properties.multi_processor_count, shared)
 
 
-def settings_for(kernel: str, default: Settings, gpu: Gpu | None = None) -> Settings:
+def settings_for(kernel: str, default: Settings, gpu: Gpu | None = None, *, fit: bool = True) -> Settings:
     """The settings of a kernel, a frozen dataclass like `default`, for `gpu` (None: the one in use).
 
+    fit False: `default` was made for this GPU already, so that without a table it stays.
     Raises RedraftError naming the table when it holds a field that `default` does not have or a value of another type.
     """
     gpu = gpu or current_gpu()
@@ -59,7 +60,7 @@ def settings_for(kernel: str, default: Settings, gpu: Gpu | None = None) -> Sett
         return default
     table = load_table(gpu.name)
     if table is None:
-        return fitted(default, gpu)
+        return fitted(default, gpu) if fit else default
     return replaced(default, table.get(kernel, {}), f"{table_path(gpu.name)}: {kernel}")
 
 
