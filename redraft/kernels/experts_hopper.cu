@@ -188,8 +188,10 @@ __device__ __forceinline__ int scale_exponent(float top) {
     return max(9, min(254, 261 - (int)(__float_as_uint(top) >> 23)));
 }
 __device__ __forceinline__ float power(int exponent) { return __uint_as_float((u32)exponent << 23); }
-// 512 / power(exponent): weights come as q * 2^-9.
-__device__ __forceinline__ float unscale(int exponent) { return power(263 - exponent); }
+// 512 / power(exponent): weights come as q * 2^-9. Values that are not finite must not come out as such.
+__device__ __forceinline__ float unscale(int exponent, float top) {
+    return __float_as_uint(top) < 0x7f800000u ? power(263 - exponent) : __uint_as_float(0x7fc00000u);
+}
 
 // Where a ring of stages stands.
 struct Ring {
@@ -371,7 +373,7 @@ __device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int w
             uint4* target = (uint4*)(out + group * 128) + q;
             target[0] = high;
             target[4] = low;
-            if (q == 0) out_stats[group] = make_float2(sum, unscale(exponent));
+            if (q == 0) out_stats[group] = make_float2(sum, unscale(exponent, top));
         }
     } else {
         const int chunks = P::TCOLS / 8;
@@ -588,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     int exponent = scale_exponent(top);
-    if (lane == 0) out_scales[row] = unscale(exponent);
+    if (lane == 0) out_scales[row] = unscale(exponent, top);
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
         int i = turn * 32 + lane;

@@ -96,9 +96,9 @@ def test_every_slot_is_written_and_nothing_else_is_read(hopper):
     spec, rows = QuantSpec(), 21
     packed = repack(_packed(CONFIG, spec), CONFIG, spec)
     x, index = torch.randn(rows, CONFIG.hidden_size).bfloat16().to(DEVICE), _routing(rows, CONFIG, "one takes all")
-    x[7] = float("nan")
+    x[7], x[9, 5] = float("nan"), float("inf")
     out, slots = _slot_outputs(x, packed, index, CONFIG, spec, hopper=hopper)
-    poisoned = slots.slot_of.view(rows, -1)[7].tolist()
+    poisoned = slots.slot_of.view(rows, -1)[[7, 9]].flatten().tolist()
     finite = out.isfinite().all(dim=1)
     assert [i for i in range(out.shape[0]) if not finite[i]] == sorted(poisoned)
 
