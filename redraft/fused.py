@@ -22,7 +22,7 @@ from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
 from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canvas_scratch, canvas_settings
-from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
 from redraft.kernels.mlp import gated_into
@@ -66,6 +66,8 @@ class FusedModel:
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=torch.bfloat16))
         self.layers = [self._prepare(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self.conditioning_gate_up = _join(weights.self_conditioning, ["gate_proj", "up_proj"])
+        shapes = (config.hidden_size, config.moe_intermediate_size)
+        self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @staticmethod
@@ -207,7 +209,9 @@ def _join(weights: LayerWeights | SelfConditioningWeights, names: list[str]) -> 
 class Buffers:
     """Everything a pass over `slots` x `count` rows writes on its way, allocated once."""
 
-    def __init__(self, config: ModelConfig, spec: QuantSpec | None, slots: int, count: int, device: torch.device):
+    def __init__(self, model: FusedModel, slots: int, count: int, device: torch.device | None = None):
+        """device: another than the model's, to count bytes without allocating them."""
+        config, spec, device = model.config, model.spec, device or model.device
         rows, hidden, top_k = slots * count, config.hidden_size, config.top_k_experts
 
         def bf16(*shape: int) -> torch.Tensor:
@@ -225,8 +229,10 @@ class Buffers:
         self.assigned = empty_slots(rows, top_k, config.num_experts, TILE_ROWS, device)
         self.counts = counts_scratch(rows, top_k, config.num_experts, device)
         self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
-        width = config.moe_intermediate_size
-        self.experts = expert_buffers(rows, top_k, config.num_experts, hidden, width, spec, device) if spec else None
+        self.experts = None
+        if spec is not None:
+            width, products = config.moe_intermediate_size, model.expert_products
+            self.experts = expert_buffers(rows, top_k, config.num_experts, hidden, width, spec, device, products)
         kinds = {layer.kind: layer for layer in config.layers}
         self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
 

@@ -192,7 +192,7 @@ class _Reader:
 
     def __init__(self, model: FusedModel, size: int, device: torch.device):
         self._model = model
-        self._buffers = Buffers(model.config, model.spec, 1, size, device)
+        self._buffers = Buffers(model, 1, size)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -212,7 +212,7 @@ class _DenoiseBuffers:
     def __init__(self, model: FusedModel, slots: int, capacity: int, device: torch.device):
         config = model.config
         rows = slots * config.canvas_length
-        self.rows = Buffers(config, model.spec, slots, config.canvas_length, device)
+        self.rows = Buffers(model, slots, config.canvas_length, device)
         if "full" in self.rows.heads:
             self.rows.heads["full"].plan_canvases(capacity)
         self.conditioning = SelfConditioningBuffers.allocate(
@@ -261,7 +261,7 @@ def planned_bytes(model: FusedModel, slots: int, capacity: int, piece: int) -> i
     """Bytes of arena and buffers for `slots` requests whose prompts are read in pieces of `piece` rows."""
     meta, config, length = torch.device("meta"), model.config, model.config.canvas_length
     arena = SlotArena.allocate(config, slots, capacity, piece, torch.bfloat16, meta)
-    readers = [Buffers(config, model.spec, 1, n, meta) for n in {length, piece}]
+    readers = [Buffers(model, 1, n, meta) for n in {length, piece}]
     parts = [arena, _DenoiseBuffers(model, slots, capacity, meta), *readers]
     return sum(_tensor_bytes(part) for part in parts)
 

@@ -52,7 +52,7 @@ def _fill(model: FusedModel, arena: SlotArena, prompts: list[torch.Tensor]) -> l
     for index, prompt in enumerate(prompts):
         slot, parts = arena.slot(index), []
         for piece in prompt.split(PIECE):
-            b = Buffers(model.config, model.spec, 1, len(piece), DEVICE)
+            b = Buffers(model, 1, len(piece))
             model.embed(piece, None, b, canvas=False)
             model.run_layers(b, slot, causal=True)
             model.commit(slot, torch.tensor([len(piece)], dtype=torch.int32, device=DEVICE))
@@ -71,7 +71,7 @@ def test_passes_match_the_reference(networks):
     arena = SlotArena.allocate(config, 2, 80, PIECE, torch.bfloat16, DEVICE)
     hidden = _fill(fused, arena, prompts)
     assert arena.length.tolist() == list(LENGTHS)
-    b = Buffers(config, fused.spec, 2, config.canvas_length, DEVICE)
+    b = Buffers(fused, 2, config.canvas_length)
     fused.embed(canvases.flatten(), None, b, canvas=True)
     fused.run_layers(b, arena, causal=False)
     got = b.next_in.view(2, config.canvas_length, -1)
@@ -92,7 +92,7 @@ def test_a_commit_lets_the_next_canvas_see_the_last(networks):
     first, second = torch.randint(0, config.vocab_size, (2, 1, length), device=DEVICE)
     arena = SlotArena.allocate(config, 1, 80, PIECE, torch.bfloat16, DEVICE)
     _fill(fused, arena, [torch.cat((prompt, first[0]))])
-    b = Buffers(config, fused.spec, 1, length, DEVICE)
+    b = Buffers(fused, 1, length)
     fused.embed(second[0], None, b, canvas=True)
     fused.run_layers(b, arena, causal=False)
     alone = KVArena(config, 1, 80, torch.float32, DEVICE)
@@ -116,7 +116,7 @@ def test_slots_do_not_see_each_other(networks):
     for other in (prompts[1], prompts[2]):
         arena = SlotArena.allocate(config, 2, 80, PIECE, torch.bfloat16, DEVICE)
         _fill(fused, arena, [prompts[0], other])
-        b = Buffers(config, fused.spec, 2, config.canvas_length, DEVICE)
+        b = Buffers(fused, 2, config.canvas_length)
         fused.embed(torch.cat((canvas, canvas)), None, b, canvas=True)
         fused.run_layers(b, arena, causal=False)
         outputs.append(b.next_in.view(2, config.canvas_length, -1).clone())

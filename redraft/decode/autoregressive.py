@@ -71,7 +71,7 @@ class FusedGreedy:
     def __init__(self, runner: SlotRunner, max_new_tokens: int, end_tokens: Collection[int]):
         self.runner, self.max_new_tokens, self.end_tokens = runner, max_new_tokens, end_tokens
         model, slots, device = runner.model, runner.slots, runner.model.device
-        self._rows = Buffers(model.config, model.spec, slots, 1, device)
+        self._rows = Buffers(model, slots, 1)
         for heads in self._rows.heads.values():
             heads.settings = settings_for("attention.step", heads.settings)
         self._logits = torch.empty(slots, model.config.vocab_size, dtype=torch.bfloat16, device=device)

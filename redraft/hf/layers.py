@@ -22,7 +22,7 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from redraft.hf.experts import W4Experts
-from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS
 from redraft.kernels.launch import HAS_TRITON, INTERPRET
 from redraft.kernels.norms import combine_norms, residual_norms, rms_norm_into
@@ -164,7 +164,8 @@ def _experts(
     counts = counts_scratch(rows, top_k, experts.num_experts, x.device)
     assign_slots(chosen, experts.num_experts, TILE_ROWS, **vars(slots), counts=counts)
     width = experts.config.moe_intermediate_size
-    buffers = expert_buffers(rows, top_k, experts.num_experts, x.shape[1], width, experts.spec, x.device)
+    products = expert_products(x.shape[1], width, experts.spec, x.device)
+    buffers = expert_buffers(rows, top_k, experts.num_experts, x.shape[1], width, experts.spec, x.device, products)
     prepare_rows(x, buffers)
     return expert_rows(x, sums, experts.repacked, slots, buffers), slots.slot_of, routing
 

@@ -331,19 +331,17 @@ def expert_buffers(
     width: int,
     spec: QuantSpec,
     device: torch.device,
-    *,
-    hopper: bool = True,
+    products: HopperProducts | None,
 ) -> Buffers:
-    """Buffers of the kernels that suit `device` for `rows` rows, packed experts of `width`; hopper False: Triton's."""
-    products = _checked_products(hidden, width, spec, device) if hopper else None
+    """Buffers for `rows` rows and packed experts of `width`, of the kernels that `expert_products` chose."""
     if products is not None:
         return HopperBuffers(products, rows, top_k, num_experts, device)
     return ExpertBuffers(rows * top_k, hidden, width, spec, device)
 
 
 @lru_cache
-def _checked_products(hidden: int, width: int, spec: QuantSpec, device: torch.device) -> HopperProducts | None:
-    """The Hopper products, once they have given what the reference gives for a layer of two experts."""
+def expert_products(hidden: int, width: int, spec: QuantSpec, device: torch.device) -> HopperProducts | None:
+    """The Hopper products, once they gave what the reference gives for a layer of two experts; None: Triton's do it."""
     products = hopper_products(hidden, width, spec, device)
     if products is None:
         return None
@@ -445,7 +443,8 @@ def _run_repacked(
     slots = empty_slots(tokens, top_k, num_experts, TILE_ROWS, x.device)
     counts = counts_scratch(tokens, top_k, num_experts, x.device)
     assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
-    buffers = expert_buffers(tokens, top_k, num_experts, x.shape[1], width, experts.spec, x.device)
+    products = expert_products(x.shape[1], width, experts.spec, x.device)
+    buffers = expert_buffers(tokens, top_k, num_experts, x.shape[1], width, experts.spec, x.device, products)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
     prepare_rows(x, buffers)
     out = expert_rows(x, sums, experts, slots, buffers)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from redraft.config import QuantSpec
-from redraft.kernels.experts import expert_buffers, expert_rows, prepare_rows, run_experts
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, run_experts
 from redraft.kernels.experts_hopper import hopper_products, why_not
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
@@ -81,7 +81,8 @@ def _slot_outputs(x, experts, index, config, spec, *, hopper):
     """Expert outputs by slot from buffers full of NaN, and the slots."""
     slots = _assigned(index, config.num_experts)
     width = config.moe_intermediate_size
-    buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, hopper=hopper)
+    products = expert_products(x.shape[1], width, spec, x.device) if hopper else None
+    buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, products)
     for tensor in vars(buffers).values():
         if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
             tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from redraft import fused
-from redraft.config import QuantSpec
 from redraft.errors import RedraftError
 from redraft.kernels import tables
 from redraft.kernels.attention import attention_settings
@@ -103,9 +102,9 @@ def test_passes_ask_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for module in (tables, fused):
         monkeypatch.setattr(module, "current_gpu", lambda: H200)
     config, meta = PRESETS["26b-a4b"], torch.device("meta")
-    buffers = fused.Buffers(config, QuantSpec(), 1, 256, meta)
-    assert buffers.heads["sliding"].settings == replace(attention_settings(1, 16, 8, 256, 256), block_n=32)
-    assert buffers.heads["full"].settings == attention_settings(1, 16, 2, 256, 512)
+    heads = {layer.kind: fused.HeadBuffers(config, layer, 1, 256, meta) for layer in config.layers}
+    assert heads["sliding"].settings == replace(attention_settings(1, 16, 8, 256, 256), block_n=32)
+    assert heads["full"].settings == attention_settings(1, 16, 2, 256, 512)
     assert settings_for("sampling.statistics", SAMPLE) == replace(SAMPLE, num_warps=4)
 
 
