@@ -18,3 +18,7 @@ class UsageError(RedraftError):
 
 class CheckpointError(RedraftError):
     """A checkpoint that is missing, damaged or of an unknown kind; names the file and the tensor. Exit code 1."""
+
+
+class MemoryShortage(RedraftError):
+    """Requests that need more memory than the device has free; raised before any of it is taken. Exit code 1."""

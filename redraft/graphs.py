@@ -15,7 +15,7 @@ import torch
 
 from redraft.cache import SlotArena
 from redraft.config import DecodeSettings
-from redraft.errors import RedraftError
+from redraft.errors import MemoryShortage
 from redraft.fused import Buffers, FusedModel
 from redraft.kernels.acceptance import finish_pass, start_canvas
 from redraft.kernels.decoding import OUT_OF_STEPS, Canvases, DecodeSlots
@@ -71,7 +71,7 @@ class SlotRunner:
     """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths.
 
     Use: `admit` a prompt into a slot, `run_pass` until `poll` reports the slot done, then `commit` its canvas and
-    `start` the next one. `reset` comes before the first request of a batch. Raises RedraftError when memory
+    `start` the next one. `reset` comes before the first request of a batch. Raises MemoryShortage when memory
     is too short.
     """
 
@@ -179,9 +179,12 @@ class SlotRunner:
     def _check_memory(self) -> None:
         if self.model.device.type != "cuda":
             return
-        needed, (free, _) = planned_bytes(self.model, self.slots, self.capacity, self.piece), torch.cuda.mem_get_info()
+        needed, free = planned_bytes(self.model, self.slots, self.capacity, self.piece), torch.cuda.mem_get_info()[0]
         if needed > free:
-            raise RedraftError(
+            torch.cuda.empty_cache()  # torch keeps what was freed, and the device does not count it
+            free = torch.cuda.mem_get_info()[0]
+        if needed > free:
+            raise MemoryShortage(
                 f"{self.slots} requests of {self.capacity} positions need {needed / 2**30:.1f} GiB beside the weights, "
                 f"{free / 2**30:.1f} GiB are free; use fewer requests, shorter prompts or a lower max_new_tokens"
             )

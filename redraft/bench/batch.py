@@ -14,6 +14,7 @@ from redraft.bench.roofline import Point, Roofline, Work
 from redraft.bench.step import StepArm, expert_spec, open_step
 from redraft.bench.timing import Timing, interleave, peak_bytes, reset_peak
 from redraft.bench.work import pass_work
+from redraft.errors import MemoryShortage
 
 if TYPE_CHECKING:
     from redraft.engine import Engine
@@ -61,7 +62,7 @@ def bench_batch(
         work = sum(parts.values(), Work(0, 0))
         try:
             timing, peak = _time(engine, size, prompt_tokens, passes, rounds)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryShortage):
             yield BatchResult(size, work, probe.roofline, None, None)
             return
         finally:

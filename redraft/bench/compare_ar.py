@@ -23,7 +23,7 @@ from redraft.bench.step import expert_spec
 from redraft.bench.timing import synchronize, wall_ms
 from redraft.config import DecodeSettings
 from redraft.decode.autoregressive import FusedGreedy, GreedyDecoder, ReferenceGreedy
-from redraft.errors import RedraftError
+from redraft.errors import MemoryShortage
 from redraft.evaluate.statistics import percentile
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def compare_ar(
             result = _Comparison(engine, routes, prompts, size, fixed_passes, settings, seed).run(probe, progress)
         except torch.OutOfMemoryError:
             result = SizeResult(size, [], "out of memory")
-        except RedraftError as e:  # the plan of a runner exceeds what is free
+        except MemoryShortage as e:
             result = SizeResult(size, [], str(e))
         finally:
             release(engine.device)

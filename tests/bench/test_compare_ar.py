@@ -24,7 +24,7 @@ from redraft.bench.roofline import Roofline, Work
 from redraft.bench.work import encode_work, pass_work
 from redraft.config import QuantSpec
 from redraft.engine import Engine
-from redraft.errors import RedraftError
+from redraft.errors import MemoryShortage
 from redraft.random_model import PRESETS
 
 LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
@@ -148,7 +148,7 @@ def test_the_comparison(engine: Engine) -> None:
     assert autoregressive["share_of_matmul"] == pytest.approx(autoregressive["tflops"] / 0.5)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RedraftError("needs 9 GiB")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), MemoryShortage("needs 9 GiB")])
 def test_sizes_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     class Limited(comparing._Comparison):
         def __init__(self, engine: Engine, routes: Routes, prompts: Any, size: int, *rest: Any):

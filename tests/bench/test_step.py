@@ -20,7 +20,7 @@ from redraft.bench.timing import Timing
 from redraft.bench.work import PARTS, pass_work
 from redraft.config import QuantSpec
 from redraft.engine import Engine
-from redraft.errors import UsageError
+from redraft.errors import MemoryShortage, UsageError
 from redraft.fused import FusedModel
 from redraft.kernels.norms import rms_norm
 from redraft.random_model import PRESETS
@@ -201,14 +201,15 @@ def test_building_the_rival_leaves_torch_as_it_was(engine: Engine) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_batches_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryShortage("needs 9 GiB")])
+def test_batches_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     from redraft.bench import batch
 
     real = batch.open_step
 
     def limited(engine: Engine, size: int, prompt_tokens: int):
         if size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return real(engine, size, prompt_tokens)
 
     monkeypatch.setattr(batch, "open_step", limited)
