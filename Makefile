@@ -16,7 +16,7 @@ lint: $(VENV)/.dev
 	$(PYTHON_BIN) -m mypy
 
 $(VENV)/.demo: pyproject.toml requirements/cpu.txt scripts/setup.sh
-	scripts/setup.sh $(VENV)
+	scripts/setup.sh $(VENV) plot
 	touch $@
 
 $(VENV)/.dev: pyproject.toml requirements/cpu.txt scripts/setup.sh
