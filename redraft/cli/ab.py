@@ -32,10 +32,7 @@ def command(
     tasks: Annotated[
         str, typer.Option("--tasks", metavar="NAME,...", help="Tasks of redraft eval, such as gsm8k,humaneval.")
     ] = "everyday",
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are; without it the hub is asked."),
-    ] = None,
+    data: options.Data = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Questions per task, from the first.")] = 50,
     fixed_steps: Annotated[
         int | None,

@@ -52,10 +52,7 @@ def command(
     task: Annotated[
         str, typer.Option("--task", metavar="NAME", help="Where the prompts come from, as in redraft eval.")
     ] = "everyday",
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are, as in redraft eval."),
-    ] = None,
+    data: options.Data = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option("--prompt-tokens", metavar="N", min=1, help="Instead of a task: prompts of N random tokens."),

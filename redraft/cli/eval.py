@@ -26,10 +26,7 @@ def command(
         str,
         typer.Option("--task", metavar="NAME", help="gsm8k, humaneval, math500, everyday, demo:NAME or demo:all."),
     ],
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are; without it the hub is asked."),
-    ] = None,
+    data: options.Data = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task, from the first.")] = 100,
     batch_size: Annotated[
         int | None,

@@ -39,6 +39,10 @@ Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw the roofline to a png, svg or pdf (needs matplotlib)."),
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Where the files of benchmarks are; without it the hub is asked."),
+]
 Only = Annotated[str | None, typer.Option("--only", metavar="NAME", help="Only kernels whose name contains NAME.")]
 
 

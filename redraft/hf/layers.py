@@ -22,12 +22,10 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from redraft.hf.experts import W4Experts
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
-from redraft.kernels.experts_layout import TILE_ROWS
+from redraft.kernels.experts import expert_products, slot_outputs
 from redraft.kernels.launch import HAS_TRITON, INTERPRET
 from redraft.kernels.norms import combine_norms, residual_norms, rms_norm_into
 from redraft.kernels.router import route_into, router_scratch
-from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -155,19 +153,14 @@ def _experts(
     experts: W4Experts, x: torch.Tensor, sums: torch.Tensor, chosen: torch.Tensor, routing: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `combine_norms` sums per row: expert outputs, where a row's outputs are, and their weights."""
-    rows, top_k = chosen.shape
     if experts.repacked is None:
-        routed = experts(x, chosen.long(), routing)
+        rows, routed = chosen.shape[0], experts(x, chosen.long(), routing)
         slot_of = torch.arange(rows, dtype=torch.int32, device=x.device)
         return routed, slot_of, torch.ones(rows, 1, dtype=torch.float32, device=x.device)
-    slots = empty_slots(rows, top_k, experts.num_experts, TILE_ROWS, x.device)
-    counts = counts_scratch(rows, top_k, experts.num_experts, x.device)
-    assign_slots(chosen, experts.num_experts, TILE_ROWS, **vars(slots), counts=counts)
     width = experts.config.moe_intermediate_size
     products = expert_products(x.shape[1], width, experts.spec, x.device)
-    buffers = expert_buffers(rows, top_k, experts.num_experts, x.shape[1], width, experts.spec, x.device, products)
-    prepare_rows(x, buffers)
-    return expert_rows(x, sums, experts.repacked, slots, buffers), slots.slot_of, routing
+    out, slots = slot_outputs(x, sums, experts.repacked, width, chosen, products)
+    return out, slots.slot_of, routing
 
 
 _FUSED: dict[type, type] = {

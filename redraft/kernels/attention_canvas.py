@@ -94,40 +94,24 @@ def attend_canvas(
     settings: CanvasSettings,
 ) -> None:
     """`attention.attend` with causal False. rows_cap may be smaller than the one that the scratch was made for."""
-    rows = q.shape[2]
-    for first in range(0, q.shape[0], scratch.slots):
-        part = slice(first, first + scratch.slots)
-        _attend_slots(
-            q[part], keys[part], values[part], length[part], rows_cap, out[first * rows : part.stop * rows], scratch,
-            settings,
-        )  # fmt: skip
-
-
-def _attend_slots(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    length: torch.Tensor,
-    rows_cap: int,
-    out: torch.Tensor,
-    scratch: CanvasScratch,
-    settings: CanvasSettings,
-) -> None:
-    batch, heads, rows, head_dim = q.shape
-    kv_heads, s = keys.shape[1], settings
+    (batch, heads, rows, head_dim), kv_heads, s = q.shape, keys.shape[1], settings
     group, blocks = heads // kv_heads, triton.cdiv(rows_cap, s.block_n) + triton.cdiv(rows, s.block_n)
     tiles = triton.cdiv(rows * group, s.block_m)
-    _weights_kernel[(tiles, batch * kv_heads, blocks)](
-        q, keys, length, scratch.weights, scratch.stats,
-        q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows, scratch.blocks,
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_K=s.block_k,
-        num_stages=s.weight_stages, num_warps=s.num_warps,
-    )  # fmt: skip
-    _values_kernel[(head_dim // s.block_d, tiles, batch * kv_heads)](
-        values, length, scratch.weights, scratch.stats, out, keys.shape[2], rows_cap, rows, scratch.blocks,
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d,
-        num_stages=s.value_stages, num_warps=s.num_warps,
-    )  # fmt: skip
+    for first in range(0, batch, scratch.slots):
+        part = slice(first, min(first + scratch.slots, batch))
+        pairs = (part.stop - first) * kv_heads
+        _weights_kernel[(tiles, pairs, blocks)](
+            q[part], keys[part], length[part], scratch.weights, scratch.stats,
+            q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows, scratch.blocks,
+            KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_K=s.block_k,
+            num_stages=s.weight_stages, num_warps=s.num_warps,
+        )  # fmt: skip
+        _values_kernel[(head_dim // s.block_d, tiles, pairs)](
+            values[part], length[part], scratch.weights, scratch.stats, out[first * rows : part.stop * rows],
+            keys.shape[2], rows_cap, rows, scratch.blocks,
+            KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d,
+            num_stages=s.value_stages, num_warps=s.num_warps,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -358,13 +358,9 @@ def expert_products(hidden: int, width: int, spec: QuantSpec, device: torch.devi
     packed = PackedExperts(*matrix(2 * width, hidden, spec.group_gate_up), *matrix(hidden, width, spec.group_down))
     x = torch.randn(rows, hidden, generator=generator, device=device).bfloat16()
     index = torch.randint(experts, (rows, top_k), generator=generator, device=device)
-    slots = empty_slots(rows, top_k, experts, TILE_ROWS, device)
-    assign_slots(index.int(), experts, TILE_ROWS, **vars(slots), counts=counts_scratch(rows, top_k, experts, device))
-    buffers = HopperBuffers(products, rows, top_k, experts, device)
-    buffers.split_rows(x)
-    buffers.multiply(repack_width(packed, width, spec), slots)
+    out, slots = slot_outputs(x, x, repack_width(packed, width, spec), width, index.int(), products)
     expected = run_experts(x.float(), packed, torch.ones(rows, top_k, device=device), index)
-    error = (buffers.out[slots.slot_of.long()] - expected).norm() / expected.norm()
+    error = (out[slots.slot_of.long()] - expected).norm() / expected.norm()
     return products if error < 1e-2 else None  # a right one is off by 3e-3: its input, middle and output are BF16
 
 
@@ -438,15 +434,27 @@ def _run_repacked(
     x: torch.Tensor, experts: RepackedExperts, weights: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:
     """`run_experts` through the kernels, for passes that are not fused."""
-    (tokens, top_k), num_experts = index.shape, experts.gate_up_words.shape[0]
     width = experts.down_words[0].numel() * 4 // x.shape[1]
-    slots = empty_slots(tokens, top_k, num_experts, TILE_ROWS, x.device)
-    counts = counts_scratch(tokens, top_k, num_experts, x.device)
-    assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
     products = expert_products(x.shape[1], width, experts.spec, x.device)
-    buffers = expert_buffers(tokens, top_k, num_experts, x.shape[1], width, experts.spec, x.device, products)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
-    prepare_rows(x, buffers)
-    out = expert_rows(x, sums, experts, slots, buffers)
-    chosen = out[slots.slot_of.long()].view(tokens, top_k, -1)
+    out, slots = slot_outputs(x, sums, experts, width, index.int(), products)
+    chosen = out[slots.slot_of.long()].view(*index.shape, -1)
     return (chosen * weights[..., None]).sum(dim=1).to(x.dtype)
+
+
+def slot_outputs(
+    x: torch.Tensor,
+    x_sums: torch.Tensor,
+    experts: RepackedExperts,
+    width: int,
+    index: torch.Tensor,
+    products: HopperProducts | None,
+) -> tuple[torch.Tensor, Slots]:
+    """`expert_rows` in buffers of its own, and its slots, for expert ids int32 [T, k] of packed experts of `width`."""
+    (rows, top_k), num_experts = index.shape, experts.gate_up_words.shape[0]
+    slots = empty_slots(rows, top_k, num_experts, TILE_ROWS, x.device)
+    counts = counts_scratch(rows, top_k, num_experts, x.device)
+    assign_slots(index, num_experts, TILE_ROWS, **vars(slots), counts=counts)
+    buffers = expert_buffers(rows, top_k, num_experts, x.shape[1], width, experts.spec, x.device, products)
+    prepare_rows(x, buffers)
+    return expert_rows(x, x_sums, experts, slots, buffers), slots

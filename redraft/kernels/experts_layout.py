@@ -28,7 +28,7 @@ class GemmTile:
 
 READ_TILES = 3  # row tiles that the Hopper products read together
 TILE_ROWS = 32  # token rows a tile; with more, two accumulators of 128 x rows run out of registers (docs/log.md)
-# Measured on an H200 (docs/log.md): 4 warps, since more halve the work a warp has between two waits.
+# 4 warps: with more, a warp has half the work between two waits.
 GATE_UP_TILE = GemmTile(rows=128, k_block=128, stages=4, warps=4)
 DOWN_TILE = GemmTile(rows=128, k_block=64, stages=4, warps=4)
 
