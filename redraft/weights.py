@@ -47,14 +47,13 @@ class PackedExperts:
 class RepackedExperts:
     """Packed experts in the layout of the GPU kernels (`kernels/experts.py`), with as many bytes as PackedExperts.
 
-    *_words int16 [E, row tiles * groups, tile rows, group / 4], four nibbles a word; *_scales int32 [E, row tiles *
-    groups, tile rows], the fp16 scale in the low half and the fp16 zero point in the high half.
+    uint8 [E, row tiles * groups, bytes of a block]: a block holds one group of a tile's rows, as words of four nibbles,
+    int16 [tile rows, group / 4], then int32 [tile rows]: the fp16 scale in the low half, the fp16 zero point in the
+    high half.
     """
 
-    gate_up_words: torch.Tensor
-    gate_up_scales: torch.Tensor
-    down_words: torch.Tensor
-    down_scales: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
     spec: QuantSpec
 
 

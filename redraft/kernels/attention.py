@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
+from redraft.kernels.launch import INTERPRET, after_previous, dot, early_launch, rounded, tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -130,7 +130,7 @@ def attend(
         q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, CAUSAL=causal, WINDOW=window or 0, SPLITS=settings.splits,
         BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, BLOCK_D=settings.block_d,
-        num_warps=settings.num_warps, num_stages=settings.num_stages,
+        num_warps=settings.num_warps, num_stages=settings.num_stages, **early_launch(),
     )  # fmt: skip
     if settings.splits > 1:
         block = 4  # rows a program: 2 KB or 4 KB of every split, enough loads in flight for 128 threads
@@ -138,7 +138,8 @@ def attend(
         _combine_kernel[(triton.cdiv(count, block),)](
             partial, stats, out, count, rows,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, SPLITS=settings.splits, BLOCK_M=block, num_warps=4,
-        )  # fmt: skip
+            **early_launch(),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -147,7 +148,9 @@ def _attend_kernel(
     stride_qb, stride_qh, stride_qn, arena_rows, rows_cap, N,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     pid_m, pid_h = tl.program_id(0), tl.program_id(1)
     pid_s, pid_d = tl.program_id(2) % SPLITS, tl.program_id(2) // SPLITS
     slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
@@ -231,8 +234,10 @@ def _attend_kernel(
 def _combine_kernel(
     partial_ptr, stats_ptr, out_ptr, count, N,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum of the splits' partial outputs, each scaled to the common maximum, over the sum of their sums."""
+    after_previous(EARLY)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < count
     d = tl.arange(0, D)

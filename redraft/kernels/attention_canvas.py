@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from redraft.kernels.attention import LOG2E
-from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
+from redraft.kernels.launch import INTERPRET, after_previous, dot, early_launch, rounded, tl, triton
 
 SCRATCH_BYTES = 128 << 20  # beyond the L2 cache of any GPU; more would only save launches
 
@@ -104,13 +104,13 @@ def attend_canvas(
             q[part], keys[part], length[part], scratch.weights, scratch.stats,
             q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows, scratch.blocks,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_K=s.block_k,
-            num_stages=s.weight_stages, num_warps=s.num_warps,
+            num_stages=s.weight_stages, num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
         _values_kernel[(head_dim // s.block_d, tiles, pairs)](
             values[part], length[part], scratch.weights, scratch.stats, out[first * rows : part.stop * rows],
             keys.shape[2], rows_cap, rows, scratch.blocks,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d,
-            num_stages=s.value_stages, num_warps=s.num_warps,
+            num_stages=s.value_stages, num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
 
 
@@ -129,7 +129,9 @@ def _weights_kernel(
     stride_qb, stride_qh, stride_qn, arena_rows, rows_cap, N, blocks_cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     pid_m, pid_h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
     prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)
@@ -164,7 +166,9 @@ def _values_kernel(
     v_ptr, length_ptr, weights_ptr, stats_ptr, out_ptr, arena_rows, rows_cap, N, blocks_cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     pid_d, pid_m, pid_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
     prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from redraft.config import QuantSpec
 from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper_products
-from redraft.kernels.experts_layout import DOWN_TILE, GATE_UP_TILE, READ_TILES, TILE_ROWS, repack_width
+from redraft.kernels.experts_layout import READ_TILES, TILE_ROWS, product_tiles, repack_width
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
@@ -129,6 +129,7 @@ def _accumulate(
     PIECES: tl.constexpr = COLS // 8
     offs_m = tl.arange(0, BLOCK_M)
     offs_c = tl.arange(0, COLS)
+    BLOCK: tl.constexpr = BLOCK_M * (GROUP // 2 + 4)  # bytes of one group of a tile: words, then scales
     flip = offs_m * PIECES // 8 % PIECES
     column = ((offs_c // 8)[None, :] ^ flip[:, None]) * 8 + (offs_c % 8)[None, :]
     # The compiler does not see through the exclusive or that 8 words stay together.
@@ -137,10 +138,10 @@ def _accumulate(
     x_ptrs = x_rows[None, :] + tl.arange(0, GROUP)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in tl.range(0, K // GROUP, num_stages=STAGES):
-        a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + (block + group * stride) * (BLOCK_M * COLS)))
+        a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + (block + group * stride) * (BLOCK // 2)))
         # Joining the quarters along K only renames registers: no data moves.
         weights = tl.join(tl.join(a0, a2), tl.join(a1, a3)).permute(0, 2, 3, 1).reshape(BLOCK_M, GROUP)
-        scales = tl.load(scales_ptr + (block + group * stride) * BLOCK_M + offs_m)
+        scales = tl.load(scales_ptr + (block + group * stride) * (BLOCK // 4) + (BLOCK_M * GROUP // 8) + offs_m)
         x_sums = tl.load(sum_rows + group, mask=valid, other=0.0)
         x = tl.load(x_ptrs + group * GROUP, mask=valid[None, :], other=0.0)
         acc = _add_group(acc, weights, x, x_sums, scales)
@@ -177,8 +178,8 @@ def _gate_up_tile(
         x_ptr + rows.to(tl.int64) * H,
         valid,
         x_sums_ptr + rows * (H // GROUP),
-        words_ptr + first * (BLOCK_M * H // 4),
-        scales_ptr + first * (BLOCK_M * (H // GROUP)),
+        words_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (H // GROUP) // 2),
+        scales_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (H // GROUP) // 4),
         pid_m,
         TILES,
         H,
@@ -261,8 +262,8 @@ def _down_tile(
         x_ptr + slots.to(tl.int64) * INNER,
         valid,
         x_sums_ptr + slots * (INNER // GROUP),
-        words_ptr + first * (BLOCK_M * INNER // 4),
-        scales_ptr + first * (BLOCK_M * (INNER // GROUP)),
+        words_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (INNER // GROUP) // 2),
+        scales_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (INNER // GROUP) // 4),
         pid_m,
         TILES,
         INNER,
@@ -399,18 +400,18 @@ def _packed_rows(
     slots: Slots,
     buffers: ExpertBuffers,
 ) -> None:
-    hidden, width = x.shape[1], buffers.inner.shape[1]
-    gate_up, down = experts.gate_up_words, experts.down_words
-    tiles, rows = slots.tile_expert.shape[0], gate_up.shape[2]
-    _gate_up_kernel[(tiles * (2 * width // rows),)](
-        x, x_sums, gate_up, experts.gate_up_scales, slots.row_of, slots.tile_expert, slots.tile_start, slots.offsets,
-        buffers.inner, buffers.inner_sums, H=hidden, INNER=width, GROUP=experts.spec.group_gate_up,
-        BLOCK_M=rows, BLOCK_N=TILE_ROWS, STAGES=GATE_UP_TILE.stages, num_warps=GATE_UP_TILE.warps,
+    hidden, width, spec = x.shape[1], buffers.inner.shape[1], experts.spec
+    tiles, (up, down) = slots.tile_expert.shape[0], product_tiles(hidden, spec)
+    _gate_up_kernel[(tiles * (2 * width // up.rows),)](
+        x, x_sums, experts.gate_up.view(torch.int16), experts.gate_up.view(torch.int32), slots.row_of,
+        slots.tile_expert, slots.tile_start, slots.offsets, buffers.inner, buffers.inner_sums,
+        H=hidden, INNER=width, GROUP=spec.group_gate_up,
+        BLOCK_M=up.rows, BLOCK_N=TILE_ROWS, STAGES=up.stages, num_warps=up.warps,
     )  # fmt: skip
-    _down_kernel[(tiles * (hidden // down.shape[2]),)](
-        buffers.inner, buffers.inner_sums, down, experts.down_scales, slots.tile_expert, slots.tile_start,
-        slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=experts.spec.group_down,
-        BLOCK_M=down.shape[2], BLOCK_N=TILE_ROWS, STAGES=DOWN_TILE.stages, num_warps=DOWN_TILE.warps,
+    _down_kernel[(tiles * (hidden // down.rows),)](
+        buffers.inner, buffers.inner_sums, experts.down.view(torch.int16), experts.down.view(torch.int32),
+        slots.tile_expert, slots.tile_start, slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=spec.group_down,
+        BLOCK_M=down.rows, BLOCK_N=TILE_ROWS, STAGES=down.stages, num_warps=down.warps,
     )  # fmt: skip
 
 
@@ -434,7 +435,8 @@ def _run_repacked(
     x: torch.Tensor, experts: RepackedExperts, weights: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:
     """`run_experts` through the kernels, for passes that are not fused."""
-    width = experts.down_words[0].numel() * 4 // x.shape[1]
+    group = experts.spec.group_down
+    width = experts.down[0].numel() // (x.shape[1] * (group // 2 + 4)) * group
     products = expert_products(x.shape[1], width, experts.spec, x.device)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
     out, slots = slot_outputs(x, sums, experts, width, index.int(), products)
@@ -451,7 +453,7 @@ def slot_outputs(
     products: HopperProducts | None,
 ) -> tuple[torch.Tensor, Slots]:
     """`expert_rows` in buffers of its own, and its slots, for expert ids int32 [T, k] of packed experts of `width`."""
-    (rows, top_k), num_experts = index.shape, experts.gate_up_words.shape[0]
+    (rows, top_k), num_experts = index.shape, experts.gate_up.shape[0]
     slots = empty_slots(rows, top_k, num_experts, TILE_ROWS, x.device)
     counts = counts_scratch(rows, top_k, num_experts, x.device)
     assign_slots(index, num_experts, TILE_ROWS, **vars(slots), counts=counts)

@@ -16,7 +16,6 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 #define NMAX 32         // token rows of a tile
-#define SZ_BYTES 512    // scales and zeros of a row tile, for one group
 #define ITEMS 4         // announced to the consumers at a time; the producers are at most two ahead
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -29,15 +28,13 @@ struct Product {
     static constexpr int GROUPS = K / KB;                    // a stage is one group
     static constexpr int MG = (TILES + WGS - 1) / WGS;       // items of a token tile
     static constexpr int W_BYTES = 64 * KB;                  // words of a row tile
-    static constexpr int OFF_WORDS = 0;                      // in a stage
-    static constexpr int OFF_SZ = WGS * W_BYTES;
-    static constexpr int OFF_X = OFF_SZ + WGS * SZ_BYTES;
+    static constexpr int BLOCK = W_BYTES + 512;              // and its scales and zeros
+    static constexpr int OFF_X = WGS * BLOCK;                // in a stage
     static constexpr int STAGE_BYTES = OFF_X + NMAX * KB * 2;  // rows have high and low parts
     // What a group adds per token row: its sum, and in the second product its scale. The first has one scale a row.
     static constexpr int STATS = GATED ? 1 : 2;
     static constexpr int STATS_BYTES = (GROUPS * STATS + GATED) * NMAX * 4;
-    static constexpr int TCOLS = GATED ? 64 : 128;           // output columns of a row tile
-    static constexpr int TPITCH = TCOLS * 2 + 16;
+    static constexpr int PARTS = GATED ? 1 : 2;              // of 64 output columns in a row tile
     static constexpr int PITCH = KB / 2;                     // bytes of a row of words
     static constexpr int FLIP_SHIFT = KB == 128 ? 1 : 2;     // rows that share a swizzle: 128 bytes of them
 };
@@ -46,8 +43,9 @@ typedef Product<WIDTH, GROUP_DOWN, HIDDEN / 128, false, STAGES_DOWN> Down;
 
 // Shared memory: the stages of either product, two buffers of stats, a buffer to transpose in per warpgroup, barriers
 // (full and empty of either product's stages, items), items.
+#define TPITCH (64 * 2 + 16)
 #define STATS_BYTES larger(Up::STATS_BYTES, Down::STATS_BYTES)
-#define T_BYTES (NMAX * larger(Up::TPITCH, Down::TPITCH))
+#define T_BYTES (NMAX * TPITCH)
 #define OFF_STATS larger(STAGES_UP * Up::STAGE_BYTES, STAGES_DOWN * Down::STAGE_BYTES)
 #define OFF_T (OFF_STATS + 2 * STATS_BYTES)
 #define OFF_BAR (OFF_T + WGS * T_BYTES)
@@ -70,10 +68,19 @@ __device__ __forceinline__ void bar_arrive(u32 bar) {
 __device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-                 "l"(src), "r"(bytes), "r"(bar)
-                 : "memory");
+__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            dst),
+        "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+}
+// Weights that are read once should not drive anything else out of the L2 cache.
+__device__ __forceinline__ u64 cache_policy(bool once) {
+    u64 first, normal;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return once ? first : normal;
 }
 __device__ __forceinline__ void copy16(u32 dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
@@ -85,6 +92,8 @@ __device__ __forceinline__ void copy4(u32 dst, const void* src) {
 __device__ __forceinline__ void copies_arrive(u32 bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
+// The same value for all lanes, known as such to the compiler.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 __device__ __forceinline__ void sync_warpgroup(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
 
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 addr) {
@@ -290,8 +299,8 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
         for (int i = 0; i < 4 * N8; ++i) acc[mb][i] = 0.f;
     const float* group_stats = (const float*)(smem + OFF_STATS + buffer * STATS_BYTES) + (lane & 3) * 2 * P::STATS;
     int row = warp * 16 + (lane & 15), flip = (row >> P::FLIP_SHIFT) & (P::KB / 32 - 1);
-    u32 word_off = P::OFF_WORDS + wg * P::W_BYTES + row * P::PITCH + (((lane >> 4) ^ flip) << 4);
-    int scale_off = P::OFF_SZ + wg * SZ_BYTES + (warp * 16 + (lane >> 2)) * 4;
+    u32 word_off = wg * P::BLOCK + row * P::PITCH + (((lane >> 4) ^ flip) << 4);
+    int scale_off = wg * P::BLOCK + P::W_BYTES + (warp * 16 + (lane >> 2)) * 4;
 #pragma unroll 1
     for (int kb = 0; kb < P::GROUPS; ++kb, group_stats += NMAX * P::STATS) {
         ring.wait_full();
@@ -299,27 +308,27 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
         const char* base = smem + ring.stage * P::STAGE_BYTES;
         u32 words = smem_addr(base) + word_off;
         u32 rows = (smem_addr(base) + P::OFF_X) >> 4 | (128 >> 4) << 16;
-        float d0[8 * N8], d1[8 * N8];
-        u32 a0[P::KB / 32][4], a1[P::KB / 32][4];
-        start_product<P, N8>(d0, a0, words, rows);
-        start_product<P, N8>(d1, a1, words + 64 * P::PITCH, rows);
-        float s[2][2], z[2][2], stats[N8][2 * P::STATS];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u32 pair = *(const u32*)(base + scale_off + (i >> 1) * 256 + (i & 1) * 32);
-            s[i >> 1][i & 1] = half_bits(pair & 0xffff);
-            z[i >> 1][i & 1] = -s[i >> 1][i & 1] * half_bits(pair >> 16);
-        }
+        float stats[N8][2 * P::STATS];
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
             if (P::GATED) *(float2*)stats[n] = *(const float2*)(group_stats + n * 8);
             else *(float4*)stats[n] = *(const float4*)(group_stats + n * 16);
         }
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        add_group<P, N8>(acc[0], d0, s[0], z[0], stats);
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        if (lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
-        add_group<P, N8>(acc[1], d1, s[1], z[1], stats);
+#pragma unroll
+        for (int mb = 0; mb < 2; ++mb) {
+            float d[8 * N8], s[2], z[2];
+            u32 a[P::KB / 32][4];
+            start_product<P, N8>(d, a, words + mb * 64 * P::PITCH, rows);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 pair = *(const u32*)(base + scale_off + mb * 256 + half * 32);
+                s[half] = half_bits(pair & 0xffff);
+                z[half] = -s[half] * half_bits(pair >> 16);
+            }
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            if (mb == 1 && lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
+            add_group<P, N8>(acc[mb], d, s, z, stats);
+        }
         ring.next<P>();
     }
     if (P::GATED)
@@ -331,6 +340,29 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
         }
 }
 
+// 64 columns are one group of the next product: its parts and stats, from BF16 rows in shared memory; 4 threads a row.
+template <class P>
+__device__ __forceinline__ void split_out(const char* t, int tid, int tile, const Item& item, u8* out, float2* out_stats) {
+    int row = tid >> 2, q = tid & 3;
+    const uint4* p = (const uint4*)(t + row * TPITCH) + (q >> 1) * 2 + (q & 1);
+    Piece piece(p[0], p[4]);
+    float top = piece.top(), sum = piece.sum();
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    if (row >= item.count()) return;
+    int exponent = scale_exponent(top);
+    uint4 high, low;
+    piece.split(power(exponent), high, low);
+    u64 group = (u64)(item.row0 + row) * P::TILES + tile;
+    uint4* target = (uint4*)(out + group * 128) + q;
+    target[0] = high;
+    target[4] = low;
+    if (q == 0) out_stats[group] = make_float2(sum, unscale(exponent, top));
+}
+
 // Transposes the accumulators to token rows through shared memory and writes them out: BF16 rows, or with GATED the
 // activations split for the next product, with their stats.
 template <class P, int N8>
@@ -338,50 +370,34 @@ __device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int w
                                           u8* out, float2* out_stats) {
     int lane = tid & 31, warp = tid >> 5;
     char* t = smem + OFF_T + wg * T_BYTES;
-    u32 row_addr = smem_addr(t) + (lane & 7) * P::TPITCH;
-    sync_warpgroup(wg);  // the last item's rows have left
+    u32 row_addr = smem_addr(t) + (lane & 7) * TPITCH;
 #pragma unroll
-    for (int mb = 0; mb < 2; ++mb)
+    for (int part = 0; part < P::PARTS; ++part) {
+        sync_warpgroup(wg);  // the rows before these have left
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
-            float* v = &acc[mb][n * 4];
-            u32 at = row_addr + n * 8 * P::TPITCH;
+            u32 at = row_addr + n * 8 * TPITCH;
             if (P::GATED) {
-                u32 h = pack_bf16(gelu_tanh(v[0]) * v[2], gelu_tanh(v[1]) * v[3]);
-                store_transposed(at + (mb * 32 + warp * 8) * 2, h);
+#pragma unroll
+                for (int mb = 0; mb < 2; ++mb) {
+                    float* v = &acc[mb][n * 4];
+                    u32 h = pack_bf16(gelu_tanh(v[0]) * v[2], gelu_tanh(v[1]) * v[3]);
+                    store_transposed(at + (mb * 32 + warp * 8) * 2, h);
+                }
             } else {
-                store_transposed(at + (mb * 64 + warp * 16) * 2, pack_bf16(v[0], v[1]));
-                store_transposed(at + (mb * 64 + warp * 16 + 8) * 2, pack_bf16(v[2], v[3]));
+                float* v = &acc[part][n * 4];
+                store_transposed(at + warp * 16 * 2, pack_bf16(v[0], v[1]));
+                store_transposed(at + (warp * 16 + 8) * 2, pack_bf16(v[2], v[3]));
             }
         }
-    sync_warpgroup(wg);
-    if (P::GATED) {  // 64 columns are one group of the next product; 4 threads a row
-        int row = tid >> 2, q = tid & 3;
-        const uint4* p = (const uint4*)(t + row * P::TPITCH) + (q >> 1) * 2 + (q & 1);
-        Piece piece(p[0], p[4]);
-        float top = piece.top(), sum = piece.sum();
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        sync_warpgroup(wg);
+        if (P::GATED) {
+            split_out<P>(t, tid, tile, item, out, out_stats);
+            continue;
         }
-        if (row < item.count()) {
-            int exponent = scale_exponent(top);
-            uint4 high, low;
-            piece.split(power(exponent), high, low);
-            u64 group = (u64)(item.row0 + row) * P::TILES + tile;
-            uint4* target = (uint4*)(out + group * 128) + q;
-            target[0] = high;
-            target[4] = low;
-            if (q == 0) out_stats[group] = make_float2(sum, unscale(exponent, top));
-        }
-    } else {
-        const int chunks = P::TCOLS / 8;
-        for (int i = tid; i < item.count() * chunks; i += 128) {
-            int row = i / chunks, chunk = i % chunks;
-            ((uint4*)(out + ((u64)(item.row0 + row) * P::TILES + tile) * P::TCOLS * 2))[chunk] =
-                ((const uint4*)(t + row * P::TPITCH))[chunk];
-        }
+        for (int i = tid; i < item.count() * 8; i += 128)
+            ((uint4*)(out + ((u64)(item.row0 + i / 8) * P::TILES + tile) * 256 + part * 128))[i % 8] =
+                ((const uint4*)(t + i / 8 * TPITCH))[i % 8];
     }
 }
 
@@ -415,8 +431,9 @@ __device__ __forceinline__ void multiply(const Item& item, char* smem, Ring& rin
 
 // What the producing warpgroup reads for one product.
 struct Sources {
-    const u8 *x, *words, *scales;
+    const u8 *x, *weights;
     const float *stats, *row_scale;  // row_scale: only of the first product
+    u64 policy;                      // of the weights in the L2 cache
 };
 
 // This thread's share of a token tile: the rows of its 16-byte pieces, then that of its stats.
@@ -448,9 +465,8 @@ __device__ __forceinline__ void load_item(const Item& item, const Share<P>& shar
         ring.wait_empty();
         u32 base = smem_addr(smem + ring.stage * P::STAGE_BYTES), bar = ring.full + 8 * ring.stage;
         if (p == 0) {
-            bar_expect(bar, wgs * (SZ_BYTES + P::W_BYTES));
-            bulk_load(base + P::OFF_WORDS, from.words + block * P::W_BYTES, wgs * P::W_BYTES, bar);
-            bulk_load(base + P::OFF_SZ, from.scales + block * SZ_BYTES, wgs * SZ_BYTES, bar);
+            bar_expect(bar, wgs * P::BLOCK);
+            bulk_load(base, from.weights + block * P::BLOCK, wgs * P::BLOCK, bar, from.policy);
         }
 #pragma unroll
         for (int r = 0; r < turns; ++r)
@@ -522,14 +538,14 @@ __device__ __forceinline__ void produce(char* smem, Ring up, Ring down, u32 anno
 
 // x: split rows, sums and scales of split_rows. inner, inner_stats: what the first product leaves for the second.
 extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
-    experts_products(const u8* x, const float* sums, const float* row_scale, const u8* up_words, const u8* up_scales,
-                     const u8* down_words, const u8* down_scales, const int* rows, const int* tile_e, const int* tile_r,
-                     int max_tiles, int slots, u8* inner, float2* inner_stats, u8* out, int* state) {
+    experts_products(const u8* x, const float* sums, const float* row_scale, const u8* up_weights, const u8* down_weights,
+                     const int* rows, const int* tile_e, const int* tile_r,
+                     int max_tiles, int slots, int once, u8* inner, float2* inner_stats, u8* out, int* state) {
     extern __shared__ __align__(1024) char smem[];
     u32 bars = smem_addr(smem + OFF_BAR);
     Ring up = {bars, bars + 8 * STAGES_UP, 0, 0}, down = {bars + 16 * STAGES_UP, bars + 16 * STAGES_UP + 8 * STAGES_DOWN, 0, 0};
     u32 announced = down.empty + 8 * STAGES_DOWN;
-    int warp = threadIdx.x >> 5;
+    int warp = uniform(threadIdx.x >> 5);
     if (threadIdx.x == 0) {
         // full: the bytes of the bulk copies and 128 threads' gathers; empty: a lane of every consuming warp.
         for (int s = 0; s < STAGES_UP; ++s) bar_init(up.full + 8 * s, 129), bar_init(up.empty + 8 * s, WGS * 4);
@@ -540,8 +556,9 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     __syncthreads();
     if (warp >= WGS * 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
-        Sources from_up = {x, up_words, up_scales, sums, row_scale};
-        Sources from_down = {inner, down_words, down_scales, (const float*)inner_stats, 0};
+        u64 policy = cache_policy(once);
+        Sources from_up = {x, up_weights, sums, row_scale, policy};
+        Sources from_down = {inner, down_weights, (const float*)inner_stats, 0, policy};
         Tiles tiles = {tile_e, tile_r, max_tiles, slots};
         produce(smem, up, down, announced, threadIdx.x - WGS * 128, from_up, from_down, rows, tiles, state);
         return;
@@ -552,7 +569,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     for (int n = 0;; ++n) {
         bar_wait(announced + 8 * (n % ITEMS), (n / ITEMS) & 1);
         volatile int* slot = board + n % ITEMS * 8;
-        Item item = {slot[0], slot[1], slot[2], 0, slot[3], slot[4]};
+        Item item = {uniform(slot[0]), uniform(slot[1]), slot[2], 0, uniform(slot[3]), uniform(slot[4])};
         if (item.kind == END) return;
         if (item.kind == UP) {
             multiply<Up>(item, smem, up, wg, tid, n & 1, inner, inner_stats);

@@ -38,8 +38,9 @@ from redraft.weights import RepackedExperts
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
 TOKEN_ROWS = 32  # of a tile, at most
 ROW_TILE = 128
-WARPGROUPS = 3  # that multiply, READ_TILES of the layout: with fewer the unpacking, with more the registers run short
-REGISTERS = {"PRODUCER_REGS": 56, "CONSUMER_REGS": 152}  # a thread; 56 + 3 * 152 = 4 * 128
+WARPGROUPS = 4  # that multiply, READ_TILES of the layout
+# A thread: 64 + 4 * 104 = 5 * 96, what 640 threads start with. More would wait for registers that nobody gives back.
+REGISTERS = {"PRODUCER_REGS": 64, "CONSUMER_REGS": 104}
 SPLIT_ROWS = 4  # a block, each by one warp
 
 
@@ -90,15 +91,16 @@ class HopperBuffers:
 
     def multiply(self, experts: RepackedExperts, slots: Slots) -> None:
         """Every slot's expert output into `out`. slots: tiles of TOKEN_ROWS."""
+        count = slots.row_of.shape[0]
+        once = count <= experts.gate_up.shape[0] * TOKEN_ROWS // 2  # few experts have a second tile
         self.products.multiply(
             grid=(self.products.blocks, 1, 1),
             block=((WARPGROUPS + 1) * 128, 1, 1),
             shared_mem=self.products.shared,
             args=[
-                self.split, self.sums, self.unscale, experts.gate_up_words, experts.gate_up_scales,
-                experts.down_words, experts.down_scales, slots.row_of, slots.tile_expert, slots.tile_start,
-                slots.tile_expert.shape[0], slots.row_of.shape[0], self.inner_split, self.inner_stats, self.out,
-                self.state,
+                self.split, self.sums, self.unscale, experts.gate_up, experts.down, slots.row_of, slots.tile_expert,
+                slots.tile_start, slots.tile_expert.shape[0], count, once, self.inner_split, self.inner_stats,
+                self.out, self.state,
             ],
         )  # fmt: skip
 
@@ -136,7 +138,7 @@ def _shared_memory(hidden: int, width: int, spec: QuantSpec, limit: int) -> tupl
     """
     up_groups, down_groups = hidden // spec.group_gate_up, width // spec.group_down
     stats = TOKEN_ROWS * 4 * max(up_groups + 1, 2 * down_groups)
-    fixed = 2 * stats + WARPGROUPS * TOKEN_ROWS * (2 * ROW_TILE + 16) + 512  # 512: barriers and items
+    fixed = 2 * stats + WARPGROUPS * TOKEN_ROWS * (2 * 64 + 16) + 512  # 512: barriers and items
 
     def stage(group: int) -> int:
         return WARPGROUPS * (ROW_TILE * 4 + ROW_TILE * group // 2) + TOKEN_ROWS * 2 * group

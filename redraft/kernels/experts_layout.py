@@ -26,7 +26,7 @@ class GemmTile:
     warps: int
 
 
-READ_TILES = 3  # row tiles that the Hopper products read together
+READ_TILES = 4  # row tiles that the Hopper products read together
 TILE_ROWS = 32  # token rows a tile; with more, two accumulators of 128 x rows run out of registers (docs/log.md)
 # 4 warps: with more, a warp has half the work between two waits.
 GATE_UP_TILE = GemmTile(rows=128, k_block=128, stages=4, warps=4)
@@ -36,14 +36,15 @@ DOWN_TILE = GemmTile(rows=128, k_block=64, stages=4, warps=4)
 def gemm_tiles(config: ModelConfig, spec: QuantSpec) -> tuple[GemmTile, GemmTile] | None:
     """Settings for the gate/up and down products of these shapes, or None where the kernels do not cover them."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
-    gate_up, down = _tiles(hidden, spec)
+    gate_up, down = product_tiles(hidden, spec)
     powers = all(n & (n - 1) == 0 for n in (spec.group_gate_up, spec.group_down, down.rows))
     fits = 2 * inner % gate_up.rows == 0 and hidden % down.rows == 0
     large = spec.group_down >= 32 and spec.group_gate_up >= 32
     return (gate_up, down) if powers and fits and large else None
 
 
-def _tiles(hidden: int, spec: QuantSpec) -> tuple[GemmTile, GemmTile]:
+def product_tiles(hidden: int, spec: QuantSpec) -> tuple[GemmTile, GemmTile]:
+    """Settings of both products, whether or not the kernels cover them."""
     rows = 2 * spec.group_down  # a gate/up tile is one group of down
     gate_up = replace(GATE_UP_TILE, rows=rows, k_block=spec.group_gate_up)
     return gate_up, replace(DOWN_TILE, rows=min(128, hidden), k_block=spec.group_down)
@@ -57,13 +58,11 @@ def repack(packed: PackedExperts, config: ModelConfig, spec: QuantSpec) -> Repac
 
 def repack_width(packed: PackedExperts, width: int, spec: QuantSpec) -> RepackedExperts:
     """`repack` for experts of `width` without a whole config."""
-    gate_up, down = _tiles(packed.dn_q.shape[1], spec)
+    gate_up, down = product_tiles(packed.dn_q.shape[1], spec)
     order = _gate_up_order(width, packed.gu_q.device)
     return RepackedExperts(
-        gate_up_words=_words(packed.gu_q[:, order], gate_up),
-        gate_up_scales=_scales(packed.gu_s[:, order], packed.gu_z[:, order], gate_up),
-        down_words=_words(packed.dn_q, down),
-        down_scales=_scales(packed.dn_s, packed.dn_z, down),
+        gate_up=_blocks(packed.gu_q[:, order], packed.gu_s[:, order], packed.gu_z[:, order], gate_up),
+        down=_blocks(packed.dn_q, packed.dn_s, packed.dn_z, down),
         spec=spec,
     )
 
@@ -76,41 +75,39 @@ def _gate_up_order(inner: int, device: torch.device) -> torch.Tensor:
 
 def unpack_layer(repacked: RepackedExperts, config: ModelConfig) -> PackedExperts:
     """The inverse of `repack`, bit for bit."""
-    back = _gate_up_order(config.moe_intermediate_size, repacked.gate_up_words.device).argsort()
-    gu_s, gu_z = _unpack_scales(repacked.gate_up_scales, 2 * config.moe_intermediate_size)
-    dn_s, dn_z = _unpack_scales(repacked.down_scales, config.hidden_size)
+    gate_up, down = product_tiles(config.hidden_size, repacked.spec)
+    back = _gate_up_order(config.moe_intermediate_size, repacked.gate_up.device).argsort()
+    gu_q, gu_s, gu_z = _unpacked(repacked.gate_up, 2 * config.moe_intermediate_size, gate_up)
     return PackedExperts(
-        gu_q=_unpack_words(repacked.gate_up_words, 2 * config.moe_intermediate_size)[:, back],
-        gu_s=gu_s[:, back],
-        gu_z=gu_z[:, back],
-        dn_q=_unpack_words(repacked.down_words, config.hidden_size),
-        dn_s=dn_s,
-        dn_z=dn_z,
+        gu_q[:, back], gu_s[:, back], gu_z[:, back], *_unpacked(repacked.down, config.hidden_size, down)
     )
 
 
-def _unpack_words(words: torch.Tensor, rows: int) -> torch.Tensor:
-    ordered = _swizzled(_in_order(words, rows))
-    quarters = torch.stack([(ordered >> (4 * j) & 15).to(torch.uint8) for j in range(4)], dim=-2)
-    return pack_nibbles(quarters.transpose(2, 3).flatten(3).flatten(1, 2))
+def _blocks(packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, tile: GemmTile) -> torch.Tensor:
+    """uint8 [E, R, K/2] and fp16 [E, R, G] twice -> uint8 [E, R/rows * G, bytes], in the order of `_block_order`."""
+    parts = (_words(packed, tile).flatten(3).view(torch.uint8), _scales(scale, zero, tile).view(torch.uint8))
+    blocks = torch.cat(parts, dim=-1)
+    place = _block_order(blocks.shape[1], blocks.shape[2]).flatten().argsort().to(blocks.device)
+    return blocks.flatten(1, 2)[:, place].contiguous()
 
 
-def _unpack_scales(both: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point, fp16 [E, R, G]."""
-    ordered = _in_order(both, rows).transpose(2, 3).flatten(1, 2).contiguous()
-    halves = ordered.unsqueeze(-1).view(torch.float16)
-    return halves[..., 0].contiguous(), halves[..., 1].contiguous()
-
-
-def _in_order(blocks: torch.Tensor, rows: int) -> torch.Tensor:
-    """The inverse of `_reordered` for `rows` weight rows: [E, blocks, tile rows, ...] -> [E, tiles, groups, ...]."""
-    tiles = rows // blocks.shape[2]
-    order = _block_order(tiles, blocks.shape[1] // tiles).to(blocks.device)
-    return blocks[:, order]
+def _unpacked(blocks: torch.Tensor, rows: int, tile: GemmTile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inverse of `_blocks` for R = rows weight rows."""
+    tiles = rows // tile.rows
+    ordered = blocks[:, _block_order(tiles, blocks.shape[1] // tiles).to(blocks.device)]
+    words, both = ordered.split([tile.rows * tile.k_block // 2, tile.rows * 4], dim=-1)
+    words = _swizzled(words.contiguous().view(torch.int16).unflatten(-1, (tile.rows, -1)))
+    quarters = torch.stack([(words >> (4 * j) & 15).to(torch.uint8) for j in range(4)], dim=-2)
+    halves = both.contiguous().view(torch.float16).unflatten(-1, (tile.rows, 2)).transpose(2, 3).flatten(1, 2)
+    return (
+        pack_nibbles(quarters.transpose(2, 3).flatten(3).flatten(1, 2)),
+        halves[..., 0].contiguous(),
+        halves[..., 1].contiguous(),
+    )
 
 
 def _words(packed: torch.Tensor, tile: GemmTile) -> torch.Tensor:
-    """uint8 [E, R, K/2] -> int16 [E, R/rows * K/k_block, rows, k_block/4], blocks in the order of `_block_order`.
+    """uint8 [E, R, K/2] -> int16 [E, R/rows, K/k_block, rows, k_block/4].
 
     Nibble j of word c in a block is k = j * k_block/4 + c: the same nibble of all words is a contiguous quarter.
     """
@@ -118,7 +115,7 @@ def _words(packed: torch.Tensor, tile: GemmTile) -> torch.Tensor:
     words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
     for j in range(4):
         words |= quarters[..., j, :].to(torch.int32) << (4 * j)
-    return _reordered(_swizzled(words.to(torch.int16).transpose(2, 3)))
+    return _swizzled(words.to(torch.int16).transpose(2, 3))
 
 
 def _swizzled(words: torch.Tensor) -> torch.Tensor:
@@ -132,9 +129,9 @@ def _swizzled(words: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(scale: torch.Tensor, zero: torch.Tensor, tile: GemmTile) -> torch.Tensor:
-    """fp16 [E, R, G] twice -> int32 [E, R/rows * G, rows]: scale in the low half, zero point in the high half."""
+    """fp16 [E, R, G] twice -> int32 [E, R/rows, G, rows]: scale in the low half, zero point in the high half."""
     both = torch.stack((scale, zero), dim=-1).unflatten(1, (-1, tile.rows)).transpose(2, 3).contiguous()
-    return _reordered(both.view(torch.int32).squeeze(-1))
+    return both.view(torch.int32).squeeze(-1)
 
 
 def _block_order(tiles: int, groups: int) -> torch.Tensor:
@@ -142,9 +139,3 @@ def _block_order(tiles: int, groups: int) -> torch.Tensor:
     tile, group = torch.arange(tiles)[:, None], torch.arange(groups)[None, :]
     first = tile // READ_TILES * READ_TILES
     return first * groups + group * (tiles - first).clamp(max=READ_TILES) + tile - first
-
-
-def _reordered(blocks: torch.Tensor) -> torch.Tensor:
-    """[E, tiles, groups, ...] -> [E, tiles * groups, ...] in the order of `_block_order`."""
-    place = _block_order(blocks.shape[1], blocks.shape[2]).flatten().argsort().to(blocks.device)
-    return blocks.flatten(1, 2)[:, place].contiguous()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -20,7 +22,27 @@ except ImportError:
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    gdc_launch_dependents = gdc_wait = None
+
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def early_launch() -> dict[str, bool]:
+    """Launch options of a kernel that begins with `after_previous`: on Hopper and later it may start before the launch
+    ahead of it in the stream is over, which hides what a launch costs."""
+    on = gdc_wait is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if on else {"EARLY": False}
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Let the next launch of the stream start, and wait for the one before; nothing may be read or written earlier."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

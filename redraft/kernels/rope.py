@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from redraft.config import LayerConfig
-from redraft.kernels.launch import rounded, tl, triton
+from redraft.kernels.launch import after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
 
@@ -114,7 +114,9 @@ def _qkv_norm_rope_kernel(
     Q_PROGRAMS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after_previous(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
     b = (row // N).to(tl.int64)
@@ -203,4 +205,5 @@ def qkv_norm_rope(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=triton.next_power_of_2(dim // 2),
         num_warps=4,
+        **early_launch(),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import dot, rounded, tl, triton
+from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
 CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows
@@ -147,7 +147,9 @@ def _route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after_previous(EARLY)
     pid_m = tl.program_id(0).to(tl.int64)
     pid_k = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -207,6 +209,7 @@ def route_into(
         BLOCK_M=TILE_ROWS,
         BLOCK_TOP=triton.next_power_of_2(top_k),
         num_warps=4,
+        **early_launch(),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.kernels.launch import tl, triton
+from redraft.kernels.launch import after_previous, early_launch, tl, triton
 
 MAX_BLOCKS = 32  # counts of all blocks fit one program's registers: 32 x 128 experts
 MIN_BLOCK = 2048  # the assignments of one canvas: then a single launch does
@@ -73,7 +73,15 @@ def assign_slots_reference(experts: torch.Tensor, num_experts: int, tile_rows: i
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, A, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr):
+def _count_kernel(
+    experts_ptr,
+    counts_ptr,
+    A,
+    BLOCK_A: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after_previous(EARLY)
     pid_b = tl.program_id(0)
     n = pid_b * BLOCK_A + tl.arange(0, BLOCK_A)
     ids = tl.load(experts_ptr + n, mask=n < A, other=0)
@@ -109,7 +117,9 @@ def _assign_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    after_previous(EARLY)
     expert = tl.program_id(0)
     pid_b = tl.program_id(1)
     n = pid_b * BLOCK_A + tl.arange(0, BLOCK_A)
@@ -162,7 +172,15 @@ def assign_slots(
     assert tile_expert.shape[0] >= max_tiles(rows, top_k, num_experts, tile_rows), "the tile list is too short"
     if blocks > 1:
         assert counts is not None, "more than one block needs the scratch of counts_scratch"
-        _count_kernel[(blocks,)](experts, counts, experts.numel(), BLOCK_A=block, BLOCK_E=block_e, num_warps=4)
+        _count_kernel[(blocks,)](
+            experts,
+            counts,
+            experts.numel(),
+            BLOCK_A=block,
+            BLOCK_E=block_e,
+            num_warps=4,
+            **early_launch(),
+        )
     _assign_kernel[(num_experts, blocks)](
         experts,
         counts,
@@ -182,6 +200,7 @@ def assign_slots(
         BLOCK_E=block_e,
         BLOCK_T=64,  # an expert has one or two tiles of a canvas, some 35 of 32 canvases
         num_warps=4,  # 16 assignments a thread
+        **early_launch(),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from redraft.config import QuantSpec
 from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, run_experts
-from redraft.kernels.experts_hopper import hopper_products, why_not
+from redraft.kernels.experts_hopper import REGISTERS, WARPGROUPS, hopper_products, why_not
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
@@ -47,6 +47,13 @@ def _routing(rows, config, kind) -> torch.Tensor:
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_warpgroups_exchange_no_more_registers_than_a_block_has():
+    """Otherwise the last warpgroup to ask would wait for ever."""
+    warpgroups = WARPGROUPS + 1
+    at_launch = 65536 // (warpgroups * 128) // 8 * 8
+    assert REGISTERS["PRODUCER_REGS"] + WARPGROUPS * REGISTERS["CONSUMER_REGS"] <= warpgroups * at_launch
 
 
 @pytest.mark.parametrize(
@@ -126,9 +133,10 @@ def test_repacking_moves_every_nibble_and_adds_no_byte():
     # first of piece 1, which row 25 of a tile keeps in place 1 ^ (25 // 2) % 4. Tile 0 of 2 has every other block.
     row = 128 + 9
     value = packed.gu_q[2, row, 100] & 15
-    word = int(repacked.gate_up_words[2, 2, 16 + 8 + 1, 8 * (1 ^ 0)])
+    words, scales = repacked.gate_up[2, 2].split([128 * 64, 128 * 4])
+    word = int(words.view(torch.int16).view(128, 32)[16 + 8 + 1, 8 * (1 ^ 0)])
     assert (word >> (4 * 2)) & 15 == int(value)
-    scale = int(repacked.gate_up_scales[2, 2, 16 + 8 + 1]) & 0xFFFF
+    scale = int(scales.view(torch.int32)[16 + 8 + 1]) & 0xFFFF
     assert scale == int(packed.gu_s[2, row, 1].view(torch.int16)) & 0xFFFF
     back = unpack_layer(repacked, CONFIG)
     assert all(torch.equal(a, b) for a, b in zip(vars(back).values(), vars(packed).values(), strict=True))
