@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from redraft.kernels.decoding import CONVERGED, OUT_OF_STEPS, Canvases, DecodeSlots
-from redraft.kernels.launch import tl, triton
+from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.philox import philox_words
 
 _CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)
@@ -40,6 +40,7 @@ def finish_pass(
         slots.seed, slots.canvas_index, slots.step, slots.done, slots.max_steps, slots.stability,
         slots.entropy_bound, slots.confidence_threshold,
         vocab, C=length, BLOCK_C=triton.next_power_of_2(max(length, 16)), num_warps=8,
+        **early_launch(),
     )  # fmt: skip
 
 
@@ -72,8 +73,9 @@ def _finish_kernel(
     draw_ptr, argmax_ptr, entropy_ptr,
     tokens_ptr, kept_argmax_ptr, kept_entropy_ptr, accepted_ptr, equal_ptr, status_ptr,
     seed_ptr, canvas_ptr, step_ptr, done_ptr, max_steps_ptr, stability_ptr, bound_ptr, confidence_ptr,
-    vocab, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    vocab, C: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     slot = tl.program_id(0)
     if tl.load(done_ptr + slot) != 0:
         return

@@ -38,10 +38,22 @@ def early_launch() -> dict[str, bool]:
 
 
 @triton.jit
-def after_previous(EARLY: tl.constexpr):
-    """Let the next launch of the stream start, and wait for the one before; nothing may be read or written earlier."""
+def let_next_start(EARLY: tl.constexpr):
+    """Let the next launch of the stream start. `after_previous` does this too; a kernel that loads something before it
+    does it first, so that the next launch does not wait for the loads."""
     if EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Let the next launch of the stream start, and wait for all before this one to end.
+
+    Nothing that a kernel writes may be read, and nothing written, earlier. That leaves a model's weights, which no
+    kernel of a pass writes: loaded before this, they arrive while the kernel waits.
+    """
+    let_next_start(EARLY)
+    if EARLY:
         gdc_wait()
 
 

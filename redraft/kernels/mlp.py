@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import rounded, tl, triton
+from redraft.kernels.launch import after_previous, early_launch, rounded, tl, triton
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,8 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def _gated_kernel(gate_up_ptr, out_ptr, I: tl.constexpr, BLOCK_I: tl.constexpr):  # noqa: E741
+def _gated_kernel(gate_up_ptr, out_ptr, I: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr):  # noqa: E741
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     keep = cols < I
@@ -47,4 +48,4 @@ def gated_into(gate_up: torch.Tensor, out: torch.Tensor, *, block: int = 1024) -
     """
     rows, intermediate = out.shape
     grid = (rows, triton.cdiv(intermediate, block))
-    _gated_kernel[grid](gate_up, out, I=intermediate, BLOCK_I=block, num_warps=4)
+    _gated_kernel[grid](gate_up, out, I=intermediate, BLOCK_I=block, num_warps=4, **early_launch())

@@ -3,6 +3,8 @@
 A layer norms one residual seven times. The launches below read it once wherever they can: one program per row holds the
 row in registers, adds what comes in, and writes every norm that the next matrix products read.
 They round where the plain composition of `rms_norm` calls rounds, so both give the same bits up to fp32 rounding.
+No kernel writes weights, so they are loaded while the launch ahead is not over yet; all else that a row reads follows
+at once, since no load moves up past the barriers of a sum.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import rounded, tl, triton
+from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -98,16 +100,25 @@ def _row(ptr, row, cols, H: tl.constexpr):
 
 
 @triton.jit
+def _weight(ptr, cols, H: tl.constexpr):
+    return tl.load(ptr + cols, mask=cols < H, other=0.0)
+
+
+@triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, stride_xm, heads, eps, H: tl.constexpr, BLOCK_H: tl.constexpr
+    x_ptr, weight_ptr, out_ptr, stride_xm, heads, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
+    let_next_start(EARLY)
+    if weight_ptr is not None:
+        weight = _weight(weight_ptr, cols, H)
+    after_previous(EARLY)
     start = row // heads * stride_xm + row % heads * H
     x = tl.load(x_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
     y = _normalized(x, eps, H)
     if weight_ptr is not None:
-        y *= _row(weight_ptr, 0, cols, H)
+        y *= weight.to(tl.float32)
     tl.store(out_ptr + row * H + cols, rounded(y, out_ptr.dtype.element_ty), mask=cols < H)
 
 
@@ -117,7 +128,9 @@ def rms_norm_into(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out:
     Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
-    _rms_norm_kernel[(rows * heads,)](x, weight, out, x.stride(0), heads, eps, H=hidden, **row_launch(hidden))
+    _rms_norm_kernel[(rows * heads,)](
+        x, weight, out, x.stride(0), heads, eps, H=hidden, **row_launch(hidden), **early_launch()
+    )
 
 
 @triton.jit
@@ -133,17 +146,21 @@ def _embed_norms_kernel(
     H: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
+    let_next_start(EARLY)
+    next_weight = _weight(next_weight_ptr, cols, H)
+    after_previous(EARLY)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     x = rounded(_row(embed_ptr, token, cols, H) * scale, dtype)
     if signal_ptr is not None:
         x = rounded(x + _row(signal_ptr, row, cols, H), dtype)
     if NORMED:
         x = rounded(_normalized(x, eps, H), dtype)
-    next_in = rounded(_normalized(x, eps, H) * _row(next_weight_ptr, 0, cols, H), dtype)
+    next_in = rounded(_normalized(x, eps, H) * next_weight.to(tl.float32), dtype)
     tl.store(x_ptr + row * H + cols, x, mask=cols < H)
     tl.store(next_in_ptr + row * H + cols, next_in, mask=cols < H)
 
@@ -167,7 +184,18 @@ def embed_norms(
     """
     rows, hidden = x.shape
     _embed_norms_kernel[(rows,)](
-        tokens, embed, signal, next_weight, x, next_in, scale, eps, H=hidden, NORMED=normed, **row_launch(hidden)
+        tokens,
+        embed,
+        signal,
+        next_weight,
+        x,
+        next_in,
+        scale,
+        eps,
+        H=hidden,
+        NORMED=normed,
+        **row_launch(hidden),
+        **early_launch(),
     )
 
 
@@ -188,18 +216,26 @@ def _residual_norms_kernel(
     H: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     keep = cols < H
     here = row * H + cols
     dtype = x_ptr.dtype.element_ty
-    delta = _normalized(_row(delta_ptr, row, cols, H), eps, H) * _row(delta_weight_ptr, 0, cols, H)
-    x = rounded(_row(x_ptr, row, cols, H) + rounded(delta, dtype), dtype)
+    let_next_start(EARLY)
+    delta_weight = _weight(delta_weight_ptr, cols, H)
+    dense_weight = _weight(dense_weight_ptr, cols, H)
+    expert_weight = _weight(expert_weight_ptr, cols, H)
+    router_weight = _weight(router_weight_ptr, cols, H)
+    after_previous(EARLY)
+    delta, x = _row(delta_ptr, row, cols, H), _row(x_ptr, row, cols, H)
+    delta = _normalized(delta, eps, H) * delta_weight.to(tl.float32)
+    x = rounded(x + rounded(delta, dtype), dtype)
     normed = _normalized(x, eps, H)
-    dense_in = rounded(normed * _row(dense_weight_ptr, 0, cols, H), dtype)
-    expert_in = rounded(normed * _row(expert_weight_ptr, 0, cols, H), dtype)
-    router_in = rounded(rounded(normed, dtype) * _row(router_weight_ptr, 0, cols, H), dtype)
+    dense_in = rounded(normed * dense_weight.to(tl.float32), dtype)
+    expert_in = rounded(normed * expert_weight.to(tl.float32), dtype)
+    router_in = rounded(rounded(normed, dtype) * router_weight.to(tl.float32), dtype)
     tl.store(x_ptr + here, x, mask=keep)
     tl.store(dense_in_ptr + here, dense_in, mask=keep)
     tl.store(expert_in_ptr + here, expert_in, mask=keep)
@@ -248,6 +284,7 @@ def residual_norms(
         H=hidden,
         GROUP=group_size,
         **row_launch(hidden),
+        **early_launch(),
     )
 
 
@@ -268,22 +305,31 @@ def _combine_norms_kernel(
     H: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     keep = cols < H
     dtype = x_ptr.dtype.element_ty
+    let_next_start(EARLY)
+    dense_weight = _weight(dense_weight_ptr, cols, H)
+    expert_weight = _weight(expert_weight_ptr, cols, H)
+    weight = _weight(weight_ptr, cols, H)
+    scalar = tl.load(scalar_ptr)
+    next_weight = _weight(next_weight_ptr, cols, H)
+    after_previous(EARLY)
     routed = tl.zeros((BLOCK_H,), tl.float32)
     for k in tl.static_range(TOP_K):
         slot = tl.load(slot_of_ptr + row * TOP_K + k).to(tl.int64)
         routed += tl.load(routing_ptr + row * TOP_K + k) * _row(expert_rows_ptr, slot, cols, H)
-    routed = _normalized(rounded(routed, dtype), eps, H) * _row(expert_weight_ptr, 0, cols, H)
-    dense = _normalized(_row(dense_ptr, row, cols, H), eps, H) * _row(dense_weight_ptr, 0, cols, H)
+    dense, x = _row(dense_ptr, row, cols, H), _row(x_ptr, row, cols, H)
+    routed = _normalized(rounded(routed, dtype), eps, H) * expert_weight.to(tl.float32)
+    dense = _normalized(dense, eps, H) * dense_weight.to(tl.float32)
     both = rounded(rounded(dense, dtype) + rounded(routed, dtype), dtype)
-    delta = rounded(_normalized(both, eps, H) * _row(weight_ptr, 0, cols, H), dtype)
-    x = rounded(_row(x_ptr, row, cols, H) + delta, dtype)
-    x = rounded(x * tl.load(scalar_ptr).to(tl.float32), dtype)
-    next_in = rounded(_normalized(x, eps, H) * _row(next_weight_ptr, 0, cols, H), dtype)
+    delta = rounded(_normalized(both, eps, H) * weight.to(tl.float32), dtype)
+    x = rounded(x + delta, dtype)
+    x = rounded(x * scalar.to(tl.float32), dtype)
+    next_in = rounded(_normalized(x, eps, H) * next_weight.to(tl.float32), dtype)
     tl.store(x_ptr + row * H + cols, x, mask=keep)
     tl.store(next_in_ptr + row * H + cols, next_in, mask=keep)
 
@@ -327,4 +373,5 @@ def combine_norms(
         H=hidden,
         TOP_K=routing.shape[1],
         **row_launch(hidden),
+        **early_launch(),
     )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from redraft.kernels.decoding import DecodeSlots
-from redraft.kernels.launch import INTERPRET, rounded, tl, triton
+from redraft.kernels.launch import INTERPRET, after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.philox import philox, philox_words
 
 # The last counter word is canvas * 2 + purpose, so that a pass's draws and its re-draws never share a number.
@@ -124,7 +124,7 @@ def sample(
         logits, draw, argmax, entropy, confidence, log_norm,
         slots.seed, slots.canvas_index, slots.step, slots.done, slots.max_steps, slots.t_min, slots.t_max,
         rows_per_slot, softcap, VOCAB=logits.shape[1], BLOCK=settings.block, num_warps=settings.num_warps,
-        maxnreg=settings.max_registers,
+        maxnreg=settings.max_registers, **early_launch(),
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def probabilities(
     _probabilities_kernel[(rows, triton.cdiv(vocab, settings.block))](
         logits, log_norm, out, slots.step, slots.done, slots.max_steps, slots.t_min, slots.t_max,
         rows_per_slot, softcap, VOCAB=vocab, BLOCK=settings.block, num_warps=settings.num_warps,
-        maxnreg=settings.max_registers,
+        maxnreg=settings.max_registers, **early_launch(),
     )  # fmt: skip
 
 
@@ -240,8 +240,9 @@ def _capped(x, softcap):
 def _sample_kernel(
     logits_ptr, draw_ptr, argmax_ptr, entropy_ptr, confidence_ptr, log_norm_ptr,
     seed_ptr, canvas_ptr, step_ptr, done_ptr, max_steps_ptr, t_min_ptr, t_max_ptr,
-    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row = tl.program_id(0)
     slot = row // rows_per_slot
     if tl.load(done_ptr + slot) != 0:
@@ -309,8 +310,9 @@ def _sample_kernel(
 @triton.jit
 def _probabilities_kernel(
     logits_ptr, log_norm_ptr, out_ptr, step_ptr, done_ptr, max_steps_ptr, t_min_ptr, t_max_ptr,
-    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row, start = tl.program_id(0), tl.program_id(1) * BLOCK
     slot = row // rows_per_slot
     row_start = row.to(tl.int64) * VOCAB

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from redraft.kernels.decoding import DecodeSlots
-from redraft.kernels.launch import rounded, tl, triton
+from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
 from redraft.kernels.norms import rms_norm, row_launch
 from redraft.weights import SelfConditioningWeights
@@ -75,20 +75,32 @@ def soft_norm(
 ) -> None:
     """soft [R, H] = rms_norm(soft * scale, weight) in place; zeros, whatever soft holds, for slots whose step is 0."""
     rows, hidden = soft.shape
-    _soft_norm_kernel[(rows,)](soft, weight, slots.step, rows_per_slot, scale, eps, H=hidden, **row_launch(hidden))
+    _soft_norm_kernel[(rows,)](
+        soft, weight, slots.step, rows_per_slot, scale, eps, H=hidden, **row_launch(hidden), **early_launch()
+    )
 
 
 @triton.jit
 def _soft_norm_kernel(
-    soft_ptr, weight_ptr, step_ptr, rows_per_slot, scale, eps, H: tl.constexpr, BLOCK_H: tl.constexpr
+    soft_ptr,
+    weight_ptr,
+    step_ptr,
+    rows_per_slot,
+    scale,
+    eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     row = tl.program_id(0)
     at = soft_ptr + row.to(tl.int64) * H + tl.arange(0, BLOCK_H)
     inside = tl.arange(0, BLOCK_H) < H
     dtype = soft_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + tl.arange(0, BLOCK_H), mask=inside, other=0.0)  # no kernel writes it
+    after_previous(EARLY)
     later = tl.load(step_ptr + row // rows_per_slot) > 0
     # Not loaded at all on a first pass: NaN * 0 would stay NaN.
     soft = rounded(tl.load(at, mask=inside & later, other=0.0).to(tl.float32) * scale, dtype)
-    weight = tl.load(weight_ptr + tl.arange(0, BLOCK_H), mask=inside, other=0.0).to(tl.float32)
-    normed = soft * tl.rsqrt(tl.sum(soft * soft, 0) / H + eps) * weight
+    normed = soft * tl.rsqrt(tl.sum(soft * soft, 0) / H + eps) * weight.to(tl.float32)
     tl.store(at, rounded(normed, dtype), mask=inside)
