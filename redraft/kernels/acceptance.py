@@ -21,7 +21,7 @@ from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.philox import philox_words
 
 _CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)
-_CHUNK = tl.constexpr(16)  # positions compared with all others at a time
+_CHUNK = tl.constexpr(8)  # positions compared with all others at a time: the last sum is over 8 threads of a warp
 
 
 def finish_pass(
@@ -61,11 +61,39 @@ def _random_tokens(seed, canvas, step, position, vocab):
 
 
 @triton.jit
-def _store_status(status_ptr, slot, done, step, accepted, canvas):
-    tl.store(status_ptr + slot * 4, done)
-    tl.store(status_ptr + slot * 4 + 1, step)
-    tl.store(status_ptr + slot * 4 + 2, accepted)
-    tl.store(status_ptr + slot * 4 + 3, canvas)
+def _store_status(status_ptr, slot, done, step, accepted, canvas, mask):
+    tl.store(status_ptr + slot * 4, done, mask=mask)
+    tl.store(status_ptr + slot * 4 + 1, step, mask=mask)
+    tl.store(status_ptr + slot * 4 + 2, accepted, mask=mask)
+    tl.store(status_ptr + slot * 4 + 3, canvas, mask=mask)
+
+
+@triton.jit
+def _sort_key(entropy, position):
+    """int64 that orders as (entropy, position): a float's bits order as it does, once those below the sign of a
+    negative one are turned over."""
+    bits = entropy.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return (bits.to(tl.int64) << 32) | position.to(tl.int64)
+
+
+@triton.jit
+def _entropy_before(entropy_ptr, mine, position, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """fp64 [BLOCK_C] sums of the C entropies that come before each of `mine`, which is at `position`.
+
+    A thread adds what it compares to sums of its own, which are added across threads once. NaN, and infinity, which
+    comes before none that is accepted, count as zero.
+    """
+    key = _sort_key(mine, position)[:, None]
+    sums = tl.zeros((BLOCK_C, _CHUNK), tl.float64)
+    zero = tl.zeros((1, 1), tl.float64)
+    for start in tl.range(0, C, _CHUNK, loop_unroll_factor=4):
+        j = start + tl.arange(0, _CHUNK)
+        theirs = tl.load(entropy_ptr + j, mask=j < C, other=float("inf"))
+        finite = tl.where(tl.abs(theirs) < float("inf"), theirs, 0.0).to(tl.float64)
+        # Times one or zero: half the selections that choosing an fp64 number takes, and the product is part of the sum.
+        sums += tl.where(_sort_key(theirs, j)[None, :] < key, zero + 1.0, zero) * finite[None, :]
+    return tl.sum(sums, 1)
 
 
 @triton.jit
@@ -77,43 +105,39 @@ def _finish_kernel(
 ):  # fmt: skip
     after_previous(EARLY)
     slot = tl.program_id(0)
-    if tl.load(done_ptr + slot) != 0:
-        return
     position = tl.arange(0, BLOCK_C)
     inside, row = position < C, slot * C + position
-    step, canvas = tl.load(step_ptr + slot), tl.load(canvas_ptr + slot)
-
+    # A slot takes as long as its loads, which a branch would let wait: one that is done computes and stores nothing.
+    running = tl.load(done_ptr + slot) == 0
     entropy = tl.load(entropy_ptr + row, mask=inside, other=0.0)
-    before = tl.zeros((BLOCK_C,), tl.float64)
-    for start in range(0, C, _CHUNK):
-        j = start + tl.arange(0, _CHUNK)
-        other = tl.load(entropy_ptr + slot * C + j, mask=j < C, other=float("inf"))
-        mine, theirs = entropy[:, None], other[None, :]
-        smaller = (theirs < mine) | ((theirs == mine) & (j[None, :] < position[:, None]))
-        smaller = smaller & (j < C)[None, :]
-        before += tl.sum(tl.where(smaller, theirs.to(tl.float64), 0.0), 1)
-    bound = tl.load(bound_ptr + slot)
-    accepted = ((before + entropy.to(tl.float64)).to(tl.float32) - entropy <= bound) & inside
-    redraw = _random_tokens(tl.load(seed_ptr + slot), canvas, step + 1, position, vocab)
-    draw = tl.load(draw_ptr + row, mask=inside, other=0).to(tl.int64)
-
     argmax = tl.load(argmax_ptr + row, mask=inside, other=0).to(tl.int64)
     previous = tl.load(kept_argmax_ptr + row, mask=inside, other=0)
+    draw = tl.load(draw_ptr + row, mask=inside, other=0).to(tl.int64)
+    step, canvas, seed = tl.load(step_ptr + slot), tl.load(canvas_ptr + slot), tl.load(seed_ptr + slot)
+    equal, stability = tl.load(equal_ptr + slot), tl.load(stability_ptr + slot)
+    max_steps, bound = tl.load(max_steps_ptr + slot), tl.load(bound_ptr + slot)
+    confidence = tl.load(confidence_ptr + slot)
+
+    before = _entropy_before(entropy_ptr + slot * C, entropy, position, C, BLOCK_C)
+    accepted = ((before + entropy.to(tl.float64)).to(tl.float32) - entropy <= bound) & inside
+    redraw = _random_tokens(seed, canvas, step + 1, position, vocab)
+
     changed = tl.sum(((argmax != previous) & inside).to(tl.int32), 0) > 0
-    equal = tl.where(changed | (step == 0), 0, tl.load(equal_ptr + slot) + 1)
+    equal = tl.where(changed | (step == 0), 0, equal + 1)
     mean = tl.sum(tl.where(inside, entropy.to(tl.float64), 0.0), 0).to(tl.float32) / C
-    sure = (equal >= tl.load(stability_ptr + slot)) & (mean < tl.load(confidence_ptr + slot))
-    done = tl.where(sure, _CONVERGED, 0) | tl.where(step + 1 >= tl.load(max_steps_ptr + slot), _OUT_OF_STEPS, 0)
+    sure = (equal >= stability) & (mean < confidence)
+    done = tl.where(sure, _CONVERGED, 0) | tl.where(step + 1 >= max_steps, _OUT_OF_STEPS, 0)
 
     tl.debug_barrier()  # every thread has read the slot's old state
-    tl.store(tokens_ptr + row, tl.where(accepted, draw, redraw), mask=inside)
-    tl.store(kept_argmax_ptr + row, argmax, mask=inside)
-    tl.store(kept_entropy_ptr + row, entropy, mask=inside)
-    tl.store(accepted_ptr + row, accepted.to(tl.int8), mask=inside)
-    tl.store(equal_ptr + slot, equal)
-    tl.store(step_ptr + slot, step + 1)
-    tl.store(done_ptr + slot, done)
-    _store_status(status_ptr, slot, done, step + 1, tl.sum(accepted.to(tl.int32), 0), canvas)
+    keep = inside & running
+    tl.store(tokens_ptr + row, tl.where(accepted, draw, redraw), mask=keep)
+    tl.store(kept_argmax_ptr + row, argmax, mask=keep)
+    tl.store(kept_entropy_ptr + row, entropy, mask=keep)
+    tl.store(accepted_ptr + row, accepted.to(tl.int8), mask=keep)
+    tl.store(equal_ptr + slot, equal, mask=running)
+    tl.store(step_ptr + slot, step + 1, mask=running)
+    tl.store(done_ptr + slot, done, mask=running)
+    _store_status(status_ptr, slot, done, step + 1, tl.sum(accepted.to(tl.int32), 0), canvas, running)
 
 
 @triton.jit
@@ -134,4 +158,4 @@ def _start_kernel(
     tl.store(equal_ptr + slot, 0)
     tl.store(step_ptr + slot, 0)
     tl.store(done_ptr + slot, 0)
-    _store_status(status_ptr, slot, 0, 0, 0, canvas)
+    _store_status(status_ptr, slot, 0, 0, 0, canvas, True)
