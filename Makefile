@@ -8,7 +8,7 @@ demo: $(VENV)/.demo
 	$(PYTHON_BIN) -m redraft demo
 
 test: $(VENV)/.dev lint
-	$(PYTHON_BIN) -m pytest
+	$(PYTHON_BIN) -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(PYTHON_BIN) -m ruff check redraft tests

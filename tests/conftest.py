@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-torch.set_num_threads(2)
+# Workers of pytest-xdist share the cores.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
