@@ -5,7 +5,9 @@ tokens almost evenly over the experts, which is the worst case for bytes read. `
 
 Every matrix of width K is Gaussian of variance 1/K and every norm of the residual is one, so that activations keep
 their size through any number of layers; q_norm and k_norm are D^-1/4, which gives attention scores of variance 1 for
-heads of dimension D. Experts are drawn packed, as uniform nibbles with scales and zero points around the values that
+heads of dimension D. One norm is not: attention with random weights averages the prefix to much the same vector for
+every token, and its post-norm would make that vector as large as the token's own. A few layers later all tokens would
+choose the same experts, and a third of them would never be read. Experts are drawn packed, as uniform nibbles with scales and zero points around the values that
 give them the same variance; asked for in BF16 they are those same experts, dequantised.
 """
 
@@ -198,8 +200,8 @@ class _Draw:
         return noise.mul_(shape[-1] ** -0.5)
 
     def _vector(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        value = shape[0] ** -0.25 if key in ("q_norm", "k_norm") else 1.0
-        return torch.full(shape, value, device=self.device, dtype=self.dtype)
+        values = {"q_norm": shape[0] ** -0.25, "k_norm": shape[0] ** -0.25, "post_attention_layernorm": 0.1}
+        return torch.full(shape, values.get(key, 1.0), device=self.device, dtype=self.dtype)
 
 
 def draw_experts(config: ModelConfig, spec: QuantSpec, generator: torch.Generator) -> PackedExperts:

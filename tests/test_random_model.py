@@ -16,6 +16,7 @@ from redraft.cache import KVArena
 from redraft.checkpoint import find_checkpoint, load_checkpoint
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, RedraftError, UsageError
+from redraft.kernels.router import route
 from redraft.model import Model
 from redraft.quant.packing import dequantize
 from redraft.random_model import PRESETS, random_checkpoint, random_tokenizer, weight_bytes
@@ -26,16 +27,16 @@ def equal(a: Weights, b: Weights) -> bool:
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(iter_tensors(a), iter_tensors(b), strict=True))
 
 
-def logits(checkpoint, canvases: int = 1) -> torch.Tensor:
-    """A pass over random tokens, after a prompt of 20 and with self-conditioning from a first pass."""
+def logits(checkpoint, canvases: int = 1, prompt: int = 20) -> torch.Tensor:
+    """A pass over random tokens, after a prompt and with self-conditioning from a first pass."""
     config, generator = checkpoint.config, torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, config.vocab_size, (canvases, 20 + config.canvas_length), generator=generator)
+    tokens = torch.randint(0, config.vocab_size, (canvases, prompt + config.canvas_length), generator=generator)
     tokens = tokens.to(checkpoint.weights.embed.device)
     model = Model(config, checkpoint.weights)
-    arena = KVArena(config, canvases, 20, model.dtype, model.device)
-    model.encode(tokens[:, :20], arena)
-    first = model.denoise(tokens[:, 20:], arena)
-    return model.denoise(tokens[:, 20:], arena, first / 0.8)
+    arena = KVArena(config, canvases, prompt, model.dtype, model.device)
+    model.encode(tokens[:, :prompt], arena)
+    first = model.denoise(tokens[:, prompt:], arena)
+    return model.denoise(tokens[:, prompt:], arena, first / 0.8)
 
 
 def test_a_name_is_its_weights() -> None:
@@ -95,6 +96,26 @@ def test_activations_keep_their_size_through_30_layers(monkeypatch: pytest.Monke
     out = logits(random_checkpoint("random:deep", dtype=dtype))
     assert bool(out.isfinite().all())
     assert 0.5 < float(out.std()) < 2  # a unit-variance vector times rows of variance 1 / H
+
+
+def test_tokens_spread_over_all_experts_through_12_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after attention has averaged a long prefix: experts that nobody visits would not be read."""
+    demo = PRESETS["demo"]
+    wide = dataclasses.replace(demo, layers=demo.layers * 2, num_experts=64, canvas_length=128, sliding_window=256)
+    monkeypatch.setitem(PRESETS, "wide", wide)
+    visits = []
+
+    def counted(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        routing, index = route(*args)  # type: ignore[arg-type]
+        visits.append(torch.bincount(index.flatten(), minlength=64))
+        return routing, index
+
+    monkeypatch.setattr("redraft.model.route", counted)
+    logits(random_checkpoint("random:wide"), prompt=256)
+    last_pass = torch.stack(visits[-12:])  # 8 visits an expert on average
+    assert last_pass.shape == (12, 64) and bool((last_pass.sum(1) == 512).all())
+    assert float((last_pass > 0).float().mean()) > 0.98  # e^-8 are missed by chance
+    assert int(last_pass.max()) < 32
 
 
 def test_too_little_memory_is_said_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
