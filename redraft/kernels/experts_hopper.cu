@@ -9,7 +9,7 @@
 // goes on, and waits only for the rows it needs. Which block computes an item changes nothing in its result.
 //
 // Macros set by the host: HIDDEN, WIDTH (of an expert), GROUP_UP and GROUP_DOWN (quantisation groups), STAGES_UP and
-// STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS.
+// STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS; ONLY_SPLIT leaves the products out.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -536,6 +536,7 @@ __device__ __forceinline__ void produce(char* smem, Ring up, Ring down, u32 anno
     }
 }
 
+#ifndef ONLY_SPLIT  // torch compiles one kernel at a time, and this one takes seconds
 // x: split rows, sums and scales of split_rows. inner, inner_stats: what the first product leaves for the second.
 extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     experts_products(const u8* x, const float* sums, const float* row_scale, const u8* up_weights, const u8* down_weights,
@@ -583,6 +584,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1)
         }
     }
 }
+#endif
 
 // x BF16 [count, HIDDEN] into high and low parts [count, groups, 2, KB], sums [count, groups] in scaled units, and scales
 // [count]. A warp a row. Also zeros `words` numbers of state.

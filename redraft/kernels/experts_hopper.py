@@ -59,9 +59,9 @@ class HopperProducts:
         }  # fmt: skip
         source = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE.read_text("utf-8")
         with torch.cuda.device(device):
-            self.multiply, self.split = (
-                torch.cuda._compile_kernel(source, name, compute_capability="90a")
-                for name in ("experts_products", "split_rows")
+            self.multiply = torch.cuda._compile_kernel(source, "experts_products", compute_capability="90a")
+            self.split = torch.cuda._compile_kernel(
+                "#define ONLY_SPLIT\n" + source, "split_rows", compute_capability="90a"
             )
             self.multiply.set_shared_memory_config(self.shared)
 
