@@ -302,10 +302,12 @@ def bench_step(
     passes: int,
     rounds: int,
     rivals: Mapping[str, Callable[[], Arm]] | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
 ) -> StepResult:
     """Time passes of `engine` and of every rival, interleaved in `rounds` of `passes`, then our parts one by one.
 
     Rivals are built after our own peak of memory was read; one that fails is named in `failed`, with the reason.
+    progress(doing) is called before each of these.
     """
     device = engine.device
     reset_peak(device)
@@ -313,9 +315,11 @@ def bench_step(
     ours = StepArm(step, device)
     ours.ms_per_pass(passes)  # warm-up, and the peak of a whole run
     peak = peak_bytes(device)
-    others, failed = _build(rivals or {})
+    others, failed = _build(rivals or {}, progress)
     arms: dict[str, Arm] = {OURS: ours, **others}
+    progress(f"timing passes of {', '.join(arms)}")
     times = interleave({name: _timed(arm, passes) for name, arm in arms.items()}, rounds)
+    progress("timing the parts of a pass")
     itemsize, spec = engine.dtype.itemsize, expert_spec(engine)
     work = pass_work(engine.config, spec, itemsize, batch, prompt_tokens)
     one = encode_work(engine.config, spec, itemsize, prompt_tokens)
@@ -333,10 +337,13 @@ def bench_step(
     )
 
 
-def _build(rivals: Mapping[str, Callable[[], Arm]]) -> tuple[dict[str, Arm], dict[str, str]]:
+def _build(
+    rivals: Mapping[str, Callable[[], Arm]], progress: Callable[[str], object]
+) -> tuple[dict[str, Arm], dict[str, str]]:
     """Rivals that ran a pass, and why the others did not."""
     arms, failed = {}, {}
     for name, build in rivals.items():
+        progress(f"preparing {name}, which may compile for minutes")
         try:
             arm = build()
             arm.ms_per_pass(1)

@@ -61,7 +61,8 @@ def step(
 
     names = parse_rivals(vs)
     engine, limits = _prepare(model, weights, tier, device, plot)
-    with quiet_libraries(), error_console().status("timing passes"), _explain_out_of_memory(engine.device):
+    console = error_console()
+    with quiet_libraries(), console.status("warming up") as status, _explain_out_of_memory(engine.device):
         result = bench_step(
             engine,
             limits,
@@ -70,6 +71,7 @@ def step(
             passes=passes,
             rounds=rounds,
             rivals=rivals(names, engine, batch, prompt_tokens),
+            progress=status.update,
         )
     print_step(result)
     title = f"{model}, {batch} canvases, prompt {prompt_tokens}"

@@ -190,7 +190,11 @@ def test_a_rival_that_fails_costs_nothing_else(engine: Engine) -> None:
     def broken() -> None:
         raise RuntimeError("no\ncompiler")
 
-    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1, rivals={"other": broken})
+    said: list[str] = []
+    result = bench_step(
+        engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1, rivals={"other": broken}, progress=said.append
+    )
+    assert "other" in said[0] and said[1] == "timing passes of redraft" and len(said) == 3
     assert result.failed == {"other": "RuntimeError: no compiler"} and set(result.arms) == {OURS}
     assert result.to_dict()["failed"] == result.failed
 
