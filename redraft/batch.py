@@ -96,7 +96,7 @@ class Batch:
             tokens_per_forward=counted / forwards,
             steps_per_canvas=request.steps,
             seconds=seconds,
-            tokens_per_second=len(request.tokens) / seconds,
+            tokens_per_second=counted / seconds,
             finish_reason=request.finish_reason or "length",
             seed=request.seed,
             peak_memory_bytes=peak,

@@ -32,9 +32,10 @@ class Committed:
 class Result:
     """One answer and what it cost.
 
-    `token_ids` ends with the EOS token when one was generated. `tokens_per_forward` counts tokens other than padding
-    over denoising passes. `seconds` spans the request (of a batch: the whole batch), first encode included.
-    `peak_memory_bytes` is the device's allocation peak on a GPU and the process's peak resident size on a CPU.
+    `token_ids` ends with the EOS token when one was generated. `tokens_per_forward` (denoising passes) and
+    `tokens_per_second` count tokens other than padding, as `tokens` does. `seconds` spans the request (of a batch: the
+    whole batch), first encode included. `peak_memory_bytes` is the device's allocation peak on a GPU and the process's
+    peak resident size on a CPU.
     """
 
     text: str
@@ -49,6 +50,10 @@ class Result:
     finish_reason: str  # "stop" (EOS) or "length"
     seed: int
     peak_memory_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return round(self.tokens_per_forward * self.forwards)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

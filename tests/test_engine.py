@@ -62,7 +62,9 @@ def test_length_is_kept_to_the_token(engine, scripted):
 
 def test_padding_inside_a_canvas_is_not_counted(engine, scripted):
     scripted([_canvas(0, 0, 60, 1)])
-    assert engine.generate(PROMPT, eos_token_ids=(1,), max_new_tokens=CANVAS).tokens_per_forward == 2 / 2
+    result = engine.generate(PROMPT, eos_token_ids=(1,), max_new_tokens=CANVAS)
+    assert result.tokens_per_forward == 2 / 2 and result.tokens == 2 < len(result.token_ids)
+    assert result.tokens_per_second == 2 / result.seconds
 
 
 def test_batch_rows_finish_on_their_own(engine, scripted):

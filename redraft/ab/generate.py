@@ -38,16 +38,17 @@ class TransformersEngine:
             output = self.model.generate(input_ids=ids, pad_token_id=pad, **options)
         tokens, finish_reason = cut(output.sequences[0, ids.shape[1] :].tolist(), chosen)
         seconds = time.perf_counter() - began
+        counted = sum(token != pad for token in tokens)
         return Result(
             text=str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
             token_ids=tokens,
             prompt_tokens=ids.shape[1],
             forwards=sum(steps),
             canvases=len(steps),
-            tokens_per_forward=sum(token != pad for token in tokens) / sum(steps),
+            tokens_per_forward=counted / sum(steps),
             steps_per_canvas=steps,
             seconds=seconds,
-            tokens_per_second=len(tokens) / seconds,
+            tokens_per_second=counted / seconds,
             finish_reason=finish_reason,
             seed=seed,
             peak_memory_bytes=peak_bytes(self.model.device),

@@ -142,8 +142,8 @@ class _Round:
         if self.device.type == "cuda":  # other arms' weights are no part of this one's peak
             peak = weights + self.kept[arm.holder, arm.tier] + peak - before
         graded_fields = graded(question.task, question.item, result)
-        if self.settings[arm.name].eos_token_ids:  # padding in the place of an answer is no speed, unless all is noise
-            graded_fields["tokens"] = round(result.tokens_per_forward * result.forwards)
+        if not self.settings[arm.name].eos_token_ids:  # all is noise, padding too
+            graded_fields["tokens"] = len(result.token_ids)
         return AbRecord(
             **graded_fields,
             seconds=seconds,

@@ -130,4 +130,4 @@ def show_live(
 def _without(result: Result, held: float) -> Result:
     """The result as if nobody had watched: the engine waits while a draft is drawn, and that is not its speed."""
     seconds = result.seconds - held
-    return dataclasses.replace(result, seconds=seconds, tokens_per_second=len(result.token_ids) / seconds)
+    return dataclasses.replace(result, seconds=seconds, tokens_per_second=result.tokens / seconds)

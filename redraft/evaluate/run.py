@@ -89,7 +89,7 @@ def graded(task: Task, item: Item, result: Result) -> dict[str, Any]:
         "answer": result.text,
         "expected": item.expected,
         "correct": task.grade(item, result.text, ended=result.finish_reason == "stop"),
-        "tokens": len(result.token_ids),
+        "tokens": result.tokens,
         "forwards": result.forwards,
         "tokens_per_forward": result.tokens_per_forward,
         "steps_per_canvas": list(result.steps_per_canvas),
