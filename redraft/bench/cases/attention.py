@@ -56,6 +56,14 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
 # (block_m, block_n, num_stages, num_warps); splits and block_d follow from the shapes
 TILES = tuple(
     dict(zip(("block_m", "block_n", "num_stages", "num_warps"), tile, strict=True))
-    for tile in ((128, 128, 1, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 4))
+    for tile in (
+        (128, 128, 1, 8),
+        (128, 64, 2, 8),
+        (128, 64, 3, 8),
+        (128, 32, 2, 8),
+        (64, 64, 2, 4),
+        (64, 64, 1, 4),
+        (64, 32, 2, 4),
+    )
 )
 CASES = [KernelCase(f"attention.{kind}", partial(build, kind), TILES) for kind in ("sliding", "full")]
