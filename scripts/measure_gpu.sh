@@ -29,6 +29,7 @@ run batch bench batch "$model" --sizes 1,2,4,8,16,32
 run profile profile "$model"
 run long-context bench step "$model" --prompt-tokens 7936 --passes 8 --rounds 3
 for tier in off bitexact turbo; do run "demo-$tier" demo --tier "$tier"; done
+run demo-accuracy eval demo --task demo:all --limit 200
 run kernels bench kernels --no-compile
 run compare-ar compare-ar "$model" --prompt-tokens 1024
 run ab ab "$model" --arms bf16,w4-off,w4-turbo --tasks gsm8k --limit 3 --fixed-steps 16 \
