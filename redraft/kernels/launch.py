@@ -7,6 +7,7 @@ is not installed the modules still import, for their torch references; `HAS_TRIT
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -33,8 +34,13 @@ INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def early_launch() -> dict[str, bool]:
     """Launch options of a kernel that begins with `after_previous`: on Hopper and later it may start before the launch
     ahead of it in the stream is over, which hides what a launch costs."""
-    on = gdc_wait is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if on else {"EARLY": False}
+    on = gdc_wait is not None and not INTERPRET.value and torch.cuda.is_initialized()
+    return {"EARLY": True, "launch_pdl": True} if on and _hopper(torch.cuda.current_device()) else {"EARLY": False}
+
+
+@lru_cache
+def _hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
