@@ -139,7 +139,7 @@ def attend(
             partial, stats, out, count, rows,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, SPLITS=settings.splits, BLOCK_M=block, num_warps=4,
             **early_launch(),
-    )  # fmt: skip
+        )  # fmt: skip
 
 
 @triton.jit

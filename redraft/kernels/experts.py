@@ -113,6 +113,7 @@ def _accumulate(
     sum_rows,
     words_ptr,
     scales_ptr,
+    expert,
     tile,
     TILES: tl.constexpr,
     K: tl.constexpr,
@@ -122,6 +123,8 @@ def _accumulate(
     STAGES: tl.constexpr,
 ):
     """BLOCK_M weight rows, row tile `tile` of an expert's, times BLOCK_N token rows over all of K, in fp32."""
+    BLOCK: tl.constexpr = BLOCK_M * (GROUP // 2 + 4)  # bytes of one group of a tile: words, then scales
+    before = (expert * TILES).to(tl.int64) * (K // GROUP)  # blocks of other experts
     first = tile // READ * READ
     stride = tl.minimum(TILES - first, READ)
     block = first * (K // GROUP) + tile - first
@@ -129,19 +132,19 @@ def _accumulate(
     PIECES: tl.constexpr = COLS // 8
     offs_m = tl.arange(0, BLOCK_M)
     offs_c = tl.arange(0, COLS)
-    BLOCK: tl.constexpr = BLOCK_M * (GROUP // 2 + 4)  # bytes of one group of a tile: words, then scales
     flip = offs_m * PIECES // 8 % PIECES
     column = ((offs_c // 8)[None, :] ^ flip[:, None]) * 8 + (offs_c % 8)[None, :]
     # The compiler does not see through the exclusive or that 8 words stay together.
     column = tl.max_contiguous(tl.multiple_of(column, [1, 8]), [1, 8])
-    word_ptrs = words_ptr + offs_m[:, None] * COLS + column
+    word_ptrs = words_ptr + before * (BLOCK // 2) + offs_m[:, None] * COLS + column
+    scale_ptrs = scales_ptr + before * (BLOCK // 4) + BLOCK_M * GROUP // 8 + offs_m
     x_ptrs = x_rows[None, :] + tl.arange(0, GROUP)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in tl.range(0, K // GROUP, num_stages=STAGES):
         a0, a1, a2, a3 = _unpack(tl.load(word_ptrs + (block + group * stride) * (BLOCK // 2)))
         # Joining the quarters along K only renames registers: no data moves.
         weights = tl.join(tl.join(a0, a2), tl.join(a1, a3)).permute(0, 2, 3, 1).reshape(BLOCK_M, GROUP)
-        scales = tl.load(scales_ptr + (block + group * stride) * (BLOCK // 4) + (BLOCK_M * GROUP // 8) + offs_m)
+        scales = tl.load(scale_ptrs + (block + group * stride) * (BLOCK // 4))
         x_sums = tl.load(sum_rows + group, mask=valid, other=0.0)
         x = tl.load(x_ptrs + group * GROUP, mask=valid[None, :], other=0.0)
         acc = _add_group(acc, weights, x, x_sums, scales)
@@ -173,13 +176,13 @@ def _gate_up_tile(
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
     rows = tl.load(row_of_ptr + slots, mask=valid, other=0)
-    first = (expert * TILES).to(tl.int64)
     acc = _accumulate(
         x_ptr + rows.to(tl.int64) * H,
         valid,
         x_sums_ptr + rows * (H // GROUP),
-        words_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (H // GROUP) // 2),
-        scales_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (H // GROUP) // 4),
+        words_ptr,
+        scales_ptr,
+        expert,
         pid_m,
         TILES,
         H,
@@ -257,13 +260,13 @@ def _down_tile(
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
     TILES: tl.constexpr = H // BLOCK_M
-    first = (expert * TILES).to(tl.int64)
     acc = _accumulate(
         x_ptr + slots.to(tl.int64) * INNER,
         valid,
         x_sums_ptr + slots * (INNER // GROUP),
-        words_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (INNER // GROUP) // 2),
-        scales_ptr + first * (BLOCK_M * (GROUP // 2 + 4) * (INNER // GROUP) // 4),
+        words_ptr,
+        scales_ptr,
+        expert,
         pid_m,
         TILES,
         INNER,
@@ -435,8 +438,8 @@ def _run_repacked(
     x: torch.Tensor, experts: RepackedExperts, weights: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:
     """`run_experts` through the kernels, for passes that are not fused."""
-    group = experts.spec.group_down
-    width = experts.down[0].numel() // (x.shape[1] * (group // 2 + 4)) * group
+    tiles = x.shape[1] // product_tiles(x.shape[1], experts.spec)[1].rows
+    width = experts.down.shape[1] // tiles * experts.spec.group_down
     products = expert_products(x.shape[1], width, experts.spec, x.device)
     sums = x.float().unflatten(1, (-1, experts.spec.group_gate_up)).sum(dim=-1)
     out, slots = slot_outputs(x, sums, experts, width, index.int(), products)

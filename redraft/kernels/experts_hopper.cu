@@ -454,7 +454,8 @@ struct Share {
 template <class P, class F>
 __device__ __forceinline__ void load_item(const Item& item, const Share<P>& share, char* smem, Ring& ring, int p, int buffer,
                                           const Sources& from, F after) {
-    const int per_row = P::KB / 8, step = 128 / per_row, turns = NMAX / step, first = p / per_row, piece = p % per_row;
+    const int step = Share<P>::STEP, turns = Share<P>::TURNS;
+    const int first = p / Share<P>::PER_ROW, piece = p % Share<P>::PER_ROW;
     const u32 dst = (2 * (first >> 3) + piece / (P::KB / 16)) * (P::KB / 16 * 128) + piece % (P::KB / 16) * 128 + (first & 7) * 16;
     int wgs = min(WGS, P::TILES - item.mgroup * WGS), count = item.count();
     u32 offset[turns];  // of pieces in x, which is smaller than 4 GiB

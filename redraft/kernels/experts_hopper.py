@@ -32,13 +32,14 @@ from pathlib import Path
 import torch
 
 from redraft.config import QuantSpec
+from redraft.kernels.experts_layout import READ_TILES
 from redraft.kernels.slots import Slots, max_tiles
 from redraft.weights import RepackedExperts
 
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
 TOKEN_ROWS = 32  # of a tile, at most
 ROW_TILE = 128
-WARPGROUPS = 4  # that multiply, READ_TILES of the layout
+WARPGROUPS = READ_TILES  # that multiply: a block reads what lies together
 # A thread: 64 + 4 * 104 = 5 * 96, what 640 threads start with. More would wait for registers that nobody gives back.
 REGISTERS = {"PRODUCER_REGS": 64, "CONSUMER_REGS": 104}
 SPLIT_ROWS = 4  # a block, each by one warp
