@@ -19,7 +19,13 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Workers of pytest-xdist share the cores.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1 else 2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One where there is a GPU, whose memory the tests of the real shapes take one after the other."""
+    return 1 if torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
