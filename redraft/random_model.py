@@ -7,7 +7,7 @@ Every matrix of width K is Gaussian of variance 1/K and every norm of the residu
 their size through any number of layers; q_norm and k_norm are D^-1/4, which gives attention scores of variance 1 for
 heads of dimension D. One norm is not: attention with random weights averages the prefix to much the same vector for
 every token, and its post-norm would make that vector as large as the token's own. A few layers later all tokens would
-choose the same experts, and a third of them would never be read. Experts are drawn packed, as uniform nibbles with
+choose the same experts, and many of them would never be read. Experts are drawn packed, as uniform nibbles with
 scales and zero points around the values that give them the same variance; asked for in BF16 they are those same
 experts, dequantised.
 """
