@@ -25,7 +25,8 @@ from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canva
 from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
-from redraft.kernels.mlp import gated_into
+from redraft.kernels.launch import TensorDescriptor
+from redraft.kernels.mlp import gated_into, gated_product_into, product_into
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
@@ -69,6 +70,8 @@ class FusedModel:
         shapes = (config.hidden_size, config.moe_intermediate_size)
         self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._shares = hopper and TensorDescriptor is not None
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -160,7 +163,11 @@ class FusedModel:
         )  # fmt: skip
 
     def dense(self, layer: FusedLayer, b: Buffers) -> None:
-        """The dense MLP: three launches."""
+        """The dense MLP: two launches that leave room beside them, or with more than one canvas the library's three."""
+        if self._shares and b.dense_in.shape[0] <= self.config.canvas_length:
+            gated_product_into(b.dense_in, layer.gate_up, b.inner)
+            product_into(b.inner, layer.weights.down_proj, b.dense)
+            return
         torch.mm(b.dense_in, layer.gate_up.t(), out=b.gate_up)
         gated_into(b.gate_up, b.inner)
         torch.mm(b.inner, layer.weights.down_proj.t(), out=b.dense)

@@ -28,6 +28,11 @@ try:
 except ImportError:
     gdc_launch_dependents = gdc_wait = None
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 

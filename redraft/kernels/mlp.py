@@ -2,14 +2,21 @@
 
 gelu(g) = g/2 * (1 + tanh(u)) = g / (1 + exp(-2u)), u = sqrt(2/pi) * (g + 0.044715 g^3): the second form needs no tanh
 and loses no digits where tanh nears -1.
+
+On large batches the products are the matrix library's, and `gated_into` stands between them. At a canvas of 256 rows
+the library's blocks take every multiprocessor whole, and nothing runs beside them; `gated_product_into` and
+`product_into` leave room for the router that `fused.py` launches beside the MLP.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import after_previous, early_launch, rounded, tl, triton
+from redraft.kernels.launch import TensorDescriptor, after_previous, dot, early_launch, rounded, tl, triton
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -49,3 +56,76 @@ def gated_into(gate_up: torch.Tensor, out: torch.Tensor, *, block: int = 1024) -
     rows, intermediate = out.shape
     grid = (rows, triton.cdiv(intermediate, block))
     _gated_kernel[grid](gate_up, out, I=intermediate, BLOCK_I=block, num_warps=4, **early_launch())
+
+
+@dataclass(frozen=True)
+class ProductSettings:
+    """A program makes rows x columns of the output and loads `depth` of the summed dimension at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# A canvas of 256 rows makes 2 x 33 programs of gate and up, 2 x 44 of down.
+PRODUCT = ProductSettings(rows=128, columns=64, depth=64, num_warps=8, num_stages=4)
+
+
+@triton.jit
+def _gated_product_kernel(
+    x_desc, weight_desc, out_ptr, R, K: tl.constexpr, I: tl.constexpr,  # noqa: E741
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    m, n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = x_desc.load([m, k])
+        gate += dot(x, weight_desc.load([n, k]).T)
+        up += dot(x, weight_desc.load([I + n, k]).T)
+    rows, cols = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    out = rounded(gelu_tanh(rounded(gate, dtype)), dtype) * rounded(up, dtype)
+    tl.store(out_ptr + rows.to(tl.int64) * I + cols, rounded(out, dtype), mask=(rows < R) & (cols < I))
+
+
+@triton.jit
+def _product_kernel(
+    x_desc, weight_desc, out_ptr, R, K: tl.constexpr, N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    m, n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+    out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        out += dot(x_desc.load([m, k]), weight_desc.load([n, k]).T)
+    rows, cols = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
+    keep = (rows < R) & (cols < N)
+    tl.store(out_ptr + rows.to(tl.int64) * N + cols, rounded(out, out_ptr.dtype.element_ty), mask=keep)
+
+
+def gated_product_into(
+    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, settings: ProductSettings = PRODUCT
+) -> None:
+    """out [R, I] = tanh-GELU(x @ gate^T) * (x @ up^T) for x [R, K] and gate_up [2I, K] = gate above up, all BF16.
+
+    Both products are rounded to BF16 before the activation, as separate ones are. K a multiple of 8.
+    """
+    _launch_product(_gated_product_kernel, x, gate_up, out, settings)
+
+
+def product_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings = PRODUCT) -> None:
+    """out [R, N] = x @ weight^T for x [R, K] and weight [N, K], all BF16; K a multiple of 8."""
+    _launch_product(_product_kernel, x, weight, out, settings)
+
+
+def _launch_product(
+    kernel: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings
+) -> None:
+    (rows, depth), columns, s = x.shape, out.shape[1], settings
+    kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
+        TensorDescriptor.from_tensor(x, [s.rows, s.depth]), TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
+        out, rows, depth, columns, BLOCK_M=s.rows, BLOCK_N=s.columns, BLOCK_K=s.depth,
+        num_warps=s.num_warps, num_stages=s.num_stages,
+    )  # fmt: skip

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tolerance import DEVICE, assert_rounded_alike, poisoned
 
-from redraft.kernels.mlp import gated, gated_into
+from redraft.kernels.launch import INTERPRET
+from redraft.kernels.mlp import PRODUCT, ProductSettings, gated, gated_into, gated_product_into, product_into
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,3 +41,50 @@ def test_gated_into_extremes():
     out = poisoned(1, len(gates), dtype=torch.bfloat16)
     gated_into(torch.cat((gate, up))[None], out)
     torch.testing.assert_close(out[0], gated(gate, up), rtol=0, atol=1e-30, equal_nan=True)
+
+
+# Narrow, so that the interpreter has several tiles of few numbers.
+NARROW = ProductSettings(rows=32, columns=16, depth=32, num_warps=4, num_stages=2)
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "settings"),
+    [
+        (1, 32, 16, NARROW),
+        (33, 72, 24, NARROW),  # no whole tile in any direction
+        (64, 64, 48, NARROW),
+        pytest.param(256, 2816, 2112, PRODUCT, marks=pytest.mark.gpu),
+        pytest.param(257, 2112, 2816, PRODUCT, marks=pytest.mark.gpu),
+    ],
+)
+def test_products(rows, depth, columns, settings):
+    """Against fp64 on outputs full of NaN: one rounding of the product, three of the gated one, 2^-9 of a value each.
+
+    The interpreter cuts instead of rounding: twice that.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(rows, depth, device=DEVICE).bfloat16()
+    weight = (torch.randn(2 * columns, depth, device=DEVICE) / depth**0.5).bfloat16()
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    tolerance = 2**-8 if INTERPRET.value else 2**-9
+    out = poisoned(rows, columns, dtype=torch.bfloat16)
+    product_into(x, weight[:columns], out, settings)
+    assert _relative(out, gate) < tolerance
+    out = poisoned(rows, columns, dtype=torch.bfloat16)
+    gated_product_into(x, weight, out, settings)
+    assert _relative(out, gated(gate, up)) < 2 * tolerance
+    again = poisoned(rows, columns, dtype=torch.bfloat16)
+    gated_product_into(x, weight, again, settings)
+    assert torch.equal(out, again)
+
+
+def test_a_row_that_is_not_finite_stays_alone():
+    x, weight = torch.randn(40, 32, device=DEVICE).bfloat16(), torch.randn(32, 32, device=DEVICE).bfloat16()
+    x[7, 3] = float("nan")
+    out = poisoned(40, 16, dtype=torch.bfloat16)
+    gated_product_into(x, weight, out, NARROW)
+    assert out.isfinite().all(dim=1).logical_not().nonzero().flatten().tolist() == [7]
