@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
 
-CHUNK = 256  # columns of H in one part: 11 parts of 2816, so 176 programs for 256 rows
+CHUNK = 512  # columns of H in one part: 6 parts of 2816, so 96 programs for 256 rows
 TILE_ROWS = 16
 
 
@@ -204,11 +204,11 @@ def route_into(
         TOP_K=top_k,
         CHUNKS=chunks,
         CHUNK=CHUNK,
-        BLOCK_K=64,  # a CHUNK is four steps, three of which are loading while one is multiplied
+        BLOCK_K=128,  # a CHUNK is four steps, three of which are loading while one is multiplied
         BLOCK_E=block_e,
         BLOCK_M=TILE_ROWS,
         BLOCK_TOP=triton.next_power_of_2(top_k),
-        num_warps=4,
+        num_warps=8,
         **early_launch(),
     )
 
