@@ -22,8 +22,8 @@ from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
 from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canvas_scratch, canvas_settings
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
-from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, tile_rows
+from redraft.kernels.experts_layout import gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
 from redraft.kernels.launch import TensorDescriptor
 from redraft.kernels.mlp import gated_into, gated_product_into, product_into
@@ -179,7 +179,7 @@ class FusedModel:
             b.router_in, w.router_proj, w.per_expert_scale, config.top_k_experts,
             weights=b.routing, experts=b.chosen, scratch=b.router_scratch,
         )  # fmt: skip
-        assign_slots(b.chosen, config.num_experts, TILE_ROWS, **vars(b.assigned), counts=b.counts)
+        assign_slots(b.chosen, config.num_experts, b.tile_rows, **vars(b.assigned), counts=b.counts)
 
     def commit(self, arena: SlotArena, count: torch.Tensor) -> None:
         """Make the first count[slot] in-flight rows, int32 [slots], part of every layer's prefix."""
@@ -233,7 +233,8 @@ class Buffers:
         self.group_sums = torch.empty(rows, hidden // self.group, dtype=torch.float32, device=device)
         self.routing = torch.empty(rows, top_k, dtype=torch.float32, device=device)
         self.chosen = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-        self.assigned = empty_slots(rows, top_k, config.num_experts, TILE_ROWS, device)
+        self.tile_rows = tile_rows(rows, top_k, config.num_experts, model.expert_products)
+        self.assigned = empty_slots(rows, top_k, config.num_experts, self.tile_rows, device)
         self.counts = counts_scratch(rows, top_k, config.num_experts, device)
         self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
         self.experts = None

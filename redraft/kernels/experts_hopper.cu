@@ -4,18 +4,19 @@
 //
 // Weights are the A operand of wgmma, unpacked in registers; token rows are the B operand in shared memory. One
 // warpgroup produces: bulk copies stream weights, cp.async gathers token rows. WGS warpgroups consume, each 128 weight
-// rows of the same token rows. An item is a tile of up to 32 token rows times WGS row tiles of one product. Blocks take
+// rows of the same token rows. An item is a tile of up to NMAX token rows times WGS row tiles of one product. Blocks take
 // the next item from a counter, first all of the first product, then those of the second: a block that is done early
 // goes on, and waits only for the rows it needs. Which block computes an item changes nothing in its result.
 //
-// Macros set by the host: HIDDEN, WIDTH (of an expert), GROUP_UP and GROUP_DOWN (quantisation groups), STAGES_UP and
-// STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS; ONLY_SPLIT leaves the products out.
+// Macros set by the host: HIDDEN, WIDTH (of an expert), GROUP_UP and GROUP_DOWN (quantisation groups), READ_TILES (of the
+// layout), NMAX (32 or 64), STAGES_UP and STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS; ONLY_SPLIT leaves the products
+// out.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define NMAX 32         // token rows of a tile
+#define NOUT 32         // token rows of a tile that are transposed at a time
 #define ITEMS 4         // announced to the consumers at a time; the producers are at most two ahead
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -45,7 +46,7 @@ typedef Product<WIDTH, GROUP_DOWN, HIDDEN / 128, false, STAGES_DOWN> Down;
 // (full and empty of either product's stages, items), items.
 #define TPITCH (64 * 2 + 16)
 #define STATS_BYTES larger(Up::STATS_BYTES, Down::STATS_BYTES)
-#define T_BYTES (NMAX * TPITCH)
+#define T_BYTES (NOUT * TPITCH)
 #define OFF_STATS larger(STAGES_UP * Up::STAGE_BYTES, STAGES_DOWN * Down::STAGE_BYTES)
 #define OFF_T (OFF_STATS + 2 * STATS_BYTES)
 #define OFF_BAR (OFF_T + WGS * T_BYTES)
@@ -105,14 +106,14 @@ __device__ __forceinline__ void store_transposed(u32 addr, u32 value) {
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(addr), "r"(value) : "memory");
 }
 
-// d (+)= A[64, 32] B[32, 16 * N8] in e4m3: 8 * N8 accumulators a thread, token columns n8 of high, then of low parts.
-template <int N8>
+// d (+)= A[64, 32] B[32, 16 * N16] in e4m3, 8 * N16 accumulators a thread.
+template <int N16>
 struct Mma;
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
               "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MMA(N8, SHAPE, OUTS, A, DESC, KEEP, ...)                                                                    \
+#define MMA(N16, SHAPE, OUTS, A, DESC, KEEP, ...)                                                                    \
     template <>                                                                                                    \
-    struct Mma<N8> {                                                                                               \
+    struct Mma<N16> {                                                                                              \
         static __device__ __forceinline__ void run(float* d, const u32* a, u64 desc, int keep) {                   \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, " KEEP ", 0; wgmma.mma_async.sync.aligned." SHAPE         \
                          ".f32.e4m3.e4m3 {" OUTS "}, {" A "}, " DESC ", p, 1, 1; }"                                \
@@ -180,8 +181,7 @@ struct Piece {
                 u32 back;
                 asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair[j]) : "f"(v[2 * j + 1]), "f"(v[2 * j]));
                 asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(back) : "h"(pair[j]));
-                float a = (v[2 * j] - half_bits(back & 0xffff)) * 16.f;
-                float b = (v[2 * j + 1] - half_bits(back >> 16)) * 16.f;
+                float a = v[2 * j] - half_bits(back & 0xffff), b = v[2 * j + 1] - half_bits(back >> 16);
                 asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(rest[j]) : "f"(b), "f"(a));
             }
             h[i] = pair[0] | (u32)pair[1] << 16;
@@ -245,15 +245,22 @@ __device__ __forceinline__ int load_acquire(const int* p) {
     return v;
 }
 
-// A matrix of token rows in shared memory for wgmma: 8 rows x 16 bytes lie together, 128 bytes from one to the next.
-template <class P>
-__device__ __forceinline__ u64 descriptor(u32 low) {
-    return (u64)((P::KB / 16 * 128) >> 4) << 32 | low;
-}
-
-// Unpack a warpgroup's 64 rows of one group and start their product. a: KB / 32 steps of 4 registers.
+// How a tile of 8 * N8 token rows is multiplied. Up to 32 rows, high and low parts are columns of one product, because a
+// tensor core takes as long for fewer than 64. Beyond, the low parts are a second product on the same accumulators.
 template <class P, int N8>
-__device__ __forceinline__ void start_product(float (&d)[8 * N8], u32 (&a)[P::KB / 32][4], u32 words, u32 rows) {
+struct Columns {
+    static constexpr bool BESIDE = N8 <= 4;
+    static constexpr int N16 = BESIDE ? N8 : N8 / 2;
+    static constexpr u32 PART = P::KB / 16 * 128;  // bytes of 8 rows of one part; a high part is followed by its low part
+    // A matrix of token rows for wgmma: 8 rows x 16 bytes lie together, 128 bytes from one to the next.
+    static __device__ __forceinline__ u64 descriptor(u32 low) { return (u64)((BESIDE ? PART : 2 * PART) >> 4) << 32 | low; }
+};
+
+// Unpack a warpgroup's 64 rows of one group and start their product.
+template <class P, int N8>
+__device__ __forceinline__ void start_product(float (&d)[8 * Columns<P, N8>::N16], u32 words, u32 rows) {
+    typedef Columns<P, N8> C;
+    u32 a[P::KB / 32][4];
 #pragma unroll
     for (int s = 0; s < P::KB / 64; ++s) {
         u32 r[4];
@@ -265,33 +272,41 @@ __device__ __forceinline__ void start_product(float (&d)[8 * N8], u32 (&a)[P::KB
         }
     }
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    if (!C::BESIDE)
 #pragma unroll
-    for (int t = 0; t < P::KB / 32; ++t) Mma<N8>::run(d, a[t], descriptor<P>(rows + t * 16), t > 0);
+        for (int t = 0; t < P::KB / 32; ++t) Mma<C::N16>::run(d, a[t], C::descriptor(rows + (C::PART >> 4) + t * 16), t > 0);
+#pragma unroll
+    for (int t = 0; t < P::KB / 32; ++t) Mma<C::N16>::run(d, a[t], C::descriptor(rows + t * 16), !C::BESIDE || t > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// acc += s * (scale * (high + low / 16) - zero * sum), see experts_hopper.py; where the scale is the row's it waits.
+// acc += s * (scale * (high + low) - zero * sum), see experts_hopper.py; where the scale is the row's it waits.
 template <class P, int N8>
-__device__ __forceinline__ void add_group(float (&acc)[16], float (&d)[8 * N8], const float (&s)[2], const float (&z)[2],
-                                          const float (&stats)[N8][2 * P::STATS]) {
+__device__ __forceinline__ void add_group(float (&acc)[4 * N8], float (&d)[8 * Columns<P, N8>::N16], const float (&s)[2],
+                                          const float (&z)[2], const float* group_stats) {
+    typedef Columns<P, N8> C;
 #pragma unroll
-    for (int i = 0; i < 8 * N8; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < 8 * C::N16; ++i) asm volatile("" : "+f"(d[i])::"memory");
 #pragma unroll
-    for (int n = 0; n < N8; ++n)
+    for (int n = 0; n < N8; ++n) {
+        float stats[2 * P::STATS];  // of two columns
+        if (P::GATED) *(float2*)stats = *(const float2*)(group_stats + n * 8);
+        else *(float4*)stats = *(const float4*)(group_stats + n * 16);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                float* o = &acc[n * 4 + half * 2 + c];
-                float t = fmaf(d[n * 8 + half * 2 + c + 4], 0.0625f, d[n * 8 + half * 2 + c]);
-                if (!P::GATED) t *= stats[n][2 * c + 1];
-                *o = fmaf(z[half], stats[n][c * P::STATS], fmaf(s[half], t, *o));
+                int i = half * 2 + c;
+                float t = C::BESIDE ? d[n * 8 + i] + d[n * 8 + 4 + i] : d[n * 4 + i];
+                if (!P::GATED) t *= stats[2 * c + 1];
+                acc[n * 4 + i] = fmaf(z[half], stats[c * P::STATS], fmaf(s[half], t, acc[n * 4 + i]));
             }
+    }
 }
 
 // One item's main loop for one warpgroup. acc[mb][n8 * 4 + r]: r 0,1 row g, r 2,3 row g + 8; columns 2c, 2c + 1.
 template <class P, int N8>
-__device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& ring, int wg, int tid, int buffer) {
+__device__ __forceinline__ void consume(float (&acc)[2][4 * N8], char* smem, Ring& ring, int wg, int tid, int buffer) {
     int lane = tid & 31, warp = tid >> 5;
 #pragma unroll
     for (int mb = 0; mb < 2; ++mb)
@@ -308,17 +323,10 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
         const char* base = smem + ring.stage * P::STAGE_BYTES;
         u32 words = smem_addr(base) + word_off;
         u32 rows = (smem_addr(base) + P::OFF_X) >> 4 | (128 >> 4) << 16;
-        float stats[N8][2 * P::STATS];
-#pragma unroll
-        for (int n = 0; n < N8; ++n) {
-            if (P::GATED) *(float2*)stats[n] = *(const float2*)(group_stats + n * 8);
-            else *(float4*)stats[n] = *(const float4*)(group_stats + n * 16);
-        }
 #pragma unroll
         for (int mb = 0; mb < 2; ++mb) {
-            float d[8 * N8], s[2], z[2];
-            u32 a[P::KB / 32][4];
-            start_product<P, N8>(d, a, words + mb * 64 * P::PITCH, rows);
+            float d[8 * Columns<P, N8>::N16], s[2], z[2];
+            start_product<P, N8>(d, words + mb * 64 * P::PITCH, rows);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 pair = *(const u32*)(base + scale_off + mb * 256 + half * 32);
@@ -327,7 +335,7 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             if (mb == 1 && lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
-            add_group<P, N8>(acc[mb], d, s, z, stats);
+            add_group<P, N8>(acc[mb], d, s, z, group_stats);
         }
         ring.next<P>();
     }
@@ -342,7 +350,7 @@ __device__ __forceinline__ void consume(float (&acc)[2][16], char* smem, Ring& r
 
 // 64 columns are one group of the next product: its parts and stats, from BF16 rows in shared memory; 4 threads a row.
 template <class P>
-__device__ __forceinline__ void split_out(const char* t, int tid, int tile, const Item& item, u8* out, float2* out_stats) {
+__device__ __forceinline__ void split_out(const char* t, int tid, int tile, int row0, int count, u8* out, float2* out_stats) {
     int row = tid >> 2, q = tid & 3;
     const uint4* p = (const uint4*)(t + row * TPITCH) + (q >> 1) * 2 + (q & 1);
     Piece piece(p[0], p[4]);
@@ -352,11 +360,11 @@ __device__ __forceinline__ void split_out(const char* t, int tid, int tile, cons
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
         sum += __shfl_xor_sync(0xffffffffu, sum, step);
     }
-    if (row >= item.count()) return;
+    if (row >= count) return;
     int exponent = scale_exponent(top);
     uint4 high, low;
     piece.split(power(exponent), high, low);
-    u64 group = (u64)(item.row0 + row) * P::TILES + tile;
+    u64 group = (u64)(row0 + row) * P::TILES + tile;
     uint4* target = (uint4*)(out + group * 128) + q;
     target[0] = high;
     target[4] = low;
@@ -366,38 +374,42 @@ __device__ __forceinline__ void split_out(const char* t, int tid, int tile, cons
 // Transposes the accumulators to token rows through shared memory and writes them out: BF16 rows, or with GATED the
 // activations split for the next product, with their stats.
 template <class P, int N8>
-__device__ __forceinline__ void write_out(float (&acc)[2][16], char* smem, int wg, int tid, int tile, const Item& item,
+__device__ __forceinline__ void write_out(float (&acc)[2][4 * N8], char* smem, int wg, int tid, int tile, const Item& item,
                                           u8* out, float2* out_stats) {
     int lane = tid & 31, warp = tid >> 5;
     char* t = smem + OFF_T + wg * T_BYTES;
     u32 row_addr = smem_addr(t) + (lane & 7) * TPITCH;
 #pragma unroll
-    for (int part = 0; part < P::PARTS; ++part) {
-        sync_warpgroup(wg);  // the rows before these have left
+    for (int first = 0; first < 8 * N8; first += NOUT) {
+        int row0 = item.row0 + first, count = min(NOUT, item.count() - first);
 #pragma unroll
-        for (int n = 0; n < N8; ++n) {
-            u32 at = row_addr + n * 8 * TPITCH;
-            if (P::GATED) {
+        for (int part = 0; part < P::PARTS; ++part) {
+            sync_warpgroup(wg);  // the rows before these have left
 #pragma unroll
-                for (int mb = 0; mb < 2; ++mb) {
-                    float* v = &acc[mb][n * 4];
-                    u32 h = pack_bf16(gelu_tanh(v[0]) * v[2], gelu_tanh(v[1]) * v[3]);
-                    store_transposed(at + (mb * 32 + warp * 8) * 2, h);
+            for (int n = first / 8; n < N8 && n < (first + NOUT) / 8; ++n) {
+                u32 at = row_addr + (n * 8 - first) * TPITCH;
+                if (P::GATED) {
+#pragma unroll
+                    for (int mb = 0; mb < 2; ++mb) {
+                        float* v = &acc[mb][n * 4];
+                        u32 h = pack_bf16(gelu_tanh(v[0]) * v[2], gelu_tanh(v[1]) * v[3]);
+                        store_transposed(at + (mb * 32 + warp * 8) * 2, h);
+                    }
+                } else {
+                    float* v = &acc[part][n * 4];
+                    store_transposed(at + warp * 16 * 2, pack_bf16(v[0], v[1]));
+                    store_transposed(at + (warp * 16 + 8) * 2, pack_bf16(v[2], v[3]));
                 }
-            } else {
-                float* v = &acc[part][n * 4];
-                store_transposed(at + warp * 16 * 2, pack_bf16(v[0], v[1]));
-                store_transposed(at + (warp * 16 + 8) * 2, pack_bf16(v[2], v[3]));
             }
+            sync_warpgroup(wg);
+            if (P::GATED) {
+                split_out<P>(t, tid, tile, row0, count, out, out_stats);
+                continue;
+            }
+            for (int i = tid; i < count * 8; i += 128)
+                ((uint4*)(out + ((u64)(row0 + i / 8) * P::TILES + tile) * 256 + part * 128))[i % 8] =
+                    ((const uint4*)(t + i / 8 * TPITCH))[i % 8];
         }
-        sync_warpgroup(wg);
-        if (P::GATED) {
-            split_out<P>(t, tid, tile, item, out, out_stats);
-            continue;
-        }
-        for (int i = tid; i < item.count() * 8; i += 128)
-            ((uint4*)(out + ((u64)(item.row0 + i / 8) * P::TILES + tile) * 256 + part * 128))[i % 8] =
-                ((const uint4*)(t + i / 8 * TPITCH))[i % 8];
     }
 }
 
@@ -413,20 +425,21 @@ __device__ __forceinline__ void multiply(const Item& item, char* smem, Ring& rin
         }
         return;
     }
-    float acc[2][16];
     int n8 = (item.count() + 7) >> 3;
-#define RUN(N)                                              \
-    consume<P, N>(acc, smem, ring, wg, tid, buffer);        \
-    write_out<P, N>(acc, smem, wg, tid, tile, item, out, out_stats);
-    if (n8 <= 1) {
-        RUN(1)
-    } else if (n8 == 2) {
-        RUN(2)
-    } else if (n8 == 3) {
-        RUN(3)
-    } else {
-        RUN(4)
+#define RUN(N)                                                              \
+    {                                                                       \
+        float acc[2][4 * N];                                                \
+        consume<P, N>(acc, smem, ring, wg, tid, buffer);                    \
+        write_out<P, N>(acc, smem, wg, tid, tile, item, out, out_stats);    \
     }
+    if (n8 <= 1) RUN(1)
+    else if (n8 == 2) RUN(2)
+    else if (n8 == 3) RUN(3)
+    else if (NMAX == 32 || n8 == 4) RUN(4)
+#if NMAX > 32
+    else if (n8 <= 6) RUN(6)
+    else RUN(8)
+#endif
 }
 
 // What the producing warpgroup reads for one product.
@@ -444,7 +457,7 @@ struct Share {
     __device__ __forceinline__ void find(const Item& item, int p, const int* rows) {
 #pragma unroll
         for (int r = 0; r <= TURNS; ++r) {
-            int slot = item.row0 + min(r < TURNS ? r * STEP + p / PER_ROW : (p & 31), item.count() - 1);
+            int slot = item.row0 + min(r < TURNS ? r * STEP + p / PER_ROW : p % NMAX, item.count() - 1);
             row[r] = P::GATED ? rows[slot] : slot;
         }
     }
@@ -457,17 +470,22 @@ __device__ __forceinline__ void load_item(const Item& item, const Share<P>& shar
     const int step = Share<P>::STEP, turns = Share<P>::TURNS;
     const int first = p / Share<P>::PER_ROW, piece = p % Share<P>::PER_ROW;
     const u32 dst = (2 * (first >> 3) + piece / (P::KB / 16)) * (P::KB / 16 * 128) + piece % (P::KB / 16) * 128 + (first & 7) * 16;
-    int wgs = min(WGS, P::TILES - item.mgroup * WGS), count = item.count();
+    int tile = item.mgroup * WGS, end = min(tile + WGS, P::TILES), count = item.count();
     u32 offset[turns];  // of pieces in x, which is smaller than 4 GiB
 #pragma unroll
     for (int r = 0; r < turns; ++r) offset[r] = share.row[r] * (2 * P::K) + piece * 16;
-    u64 block = ((u64)item.expert * P::TILES + item.mgroup * WGS) * P::GROUPS;
-    for (int kb = 0; kb < P::GROUPS; ++kb, block += wgs) {
+    for (int kb = 0; kb < P::GROUPS; ++kb) {
         ring.wait_empty();
         u32 base = smem_addr(smem + ring.stage * P::STAGE_BYTES), bar = ring.full + 8 * ring.stage;
         if (p == 0) {
-            bar_expect(bar, wgs * P::BLOCK);
-            bulk_load(base, from.weights + block * P::BLOCK, wgs * P::BLOCK, bar, from.policy);
+            bar_expect(bar, (end - tile) * P::BLOCK);
+            for (int t = tile, next; t < end; t = next) {  // READ_TILES row tiles lie together, one group after the other
+                int together = t / READ_TILES * READ_TILES, width = min(READ_TILES, P::TILES - together);
+                next = min(end, together + READ_TILES);
+                u64 block = ((u64)item.expert * P::TILES + together) * P::GROUPS + kb * width + t - together;
+                bulk_load(base + (t - tile) * P::BLOCK, from.weights + block * P::BLOCK, (next - t) * P::BLOCK, bar,
+                          from.policy);
+            }
         }
 #pragma unroll
         for (int r = 0; r < turns; ++r)
@@ -475,12 +493,12 @@ __device__ __forceinline__ void load_item(const Item& item, const Share<P>& shar
                 copy16(base + P::OFF_X + dst + r * (step / 8) * (P::KB / 8 * 128), from.x + offset[r] + kb * (2 * P::KB));
         if (kb == 0) {
             int row = share.row[turns];
-            u32 target = smem_addr(smem + OFF_STATS + buffer * STATS_BYTES) + (p & 31) * (4 * P::STATS);
+            u32 target = smem_addr(smem + OFF_STATS + buffer * STATS_BYTES) + p % NMAX * (4 * P::STATS);
             const float* stats = from.stats + (u64)row * (P::GROUPS * P::STATS);
-            for (int g = p >> 5; g < P::GROUPS; g += 4)
+            for (int g = p / NMAX; g < P::GROUPS; g += 128 / NMAX)
                 for (int j = 0; j < P::STATS; ++j)
                     copy4(target + g * (NMAX * P::STATS * 4) + j * 4, stats + g * P::STATS + j);
-            if (P::GATED && p < 32) copy4(target + P::GROUPS * (NMAX * 4), from.row_scale + row);
+            if (P::GATED && p < NMAX) copy4(target + P::GROUPS * (NMAX * 4), from.row_scale + row);
         }
         copies_arrive(bar);
         ring.next<P>();

@@ -5,12 +5,12 @@ tensor cores are fed 64 x 16 weights at a time whatever the number of rows. FP8 
 
 * A nibble q in the low half of a byte *is* the e4m3 number q * 2^-9, because subnormals and the binade above them are
   spaced alike. Unpacking four weights is one mask.
-* e4m3 has 4 significant bits and BF16 has 8, so an activation is two of them, x = (high + low / 16) / scale: exactly
-  down to 2^-15 of the largest value that it shares `scale` with, and to within 2^-22 of that value below. scale is a
-  power of two: of a whole row for gate and up, of a row's group for down, whose tiles do not see whole rows. Both parts
-  are token columns of one product, which are free up to 64.
+* e4m3 has 4 significant bits and BF16 has 8, so an activation is two of them, x = (high + low) / scale: exactly down to
+  2^-9 of the largest value that it shares `scale` with, and to within 2^-17 of that value below. scale is a power of
+  two: of a whole row for gate and up, of a row's group for down, whose tiles do not see whole rows. Both parts are
+  token columns of one product, which are free up to 64; tiles of more than 32 rows take two products.
 
-    acc += s * ((512 / scale) * (dot(q 2^-9, high) + dot(q 2^-9, low) / 16) - z * sum(x))     for every group
+    acc += s * ((512 / scale) * (dot(q 2^-9, high) + dot(q 2^-9, low)) - z * sum(x))     for every group
 
 Weights and scales are as in `experts_layout.py`. Split rows are uint8 [rows, groups, 2 (high, low), G]: byte 32 t + p
 of a part holds column k = j * G/4 + 16 * (t // 2) + 8 * (p // 16) + (p % 16) // 2 with j = t % 2 + 2 * (p % 2), which
@@ -26,8 +26,11 @@ kernel fails its first check (`experts.py`), the Triton kernels do the work.
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,12 +40,37 @@ from redraft.kernels.slots import Slots, max_tiles
 from redraft.weights import RepackedExperts
 
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
-TOKEN_ROWS = 32  # of a tile, at most
 ROW_TILE = 128
-WARPGROUPS = READ_TILES  # that multiply: a block reads what lies together
-# A thread: 64 + 4 * 104 = 5 * 96, what 640 threads start with. More would wait for registers that nobody gives back.
-REGISTERS = {"PRODUCER_REGS": 64, "CONSUMER_REGS": 104}
+OUT_ROWS = 32  # token rows of a tile that are written at a time
 SPLIT_ROWS = 4  # a block, each by one warp
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How token rows are multiplied: at most `rows` in a tile, by `warpgroups`, beside the one that loads.
+
+    Registers are those of a thread. A block's threads start with 65536 / threads, rounded down to a multiple of 8, and
+    exchange them: a warpgroup that asks for more than the others gave back waits for ever.
+    """
+
+    rows: int
+    warpgroups: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * 128
+
+
+# A canvas brings an expert some 16 rows. In tiles of 64 weights are unpacked half as often, but registers suffice for
+# three warpgroups only, which take longer over few rows.
+SMALL, LARGE = Tile(32, 4, 64, 104), Tile(64, 3, 80, 144)
+
+
+def tile_for(rows: int, top_k: int, experts: int) -> Tile:
+    """The tile for `rows` rows that visit `top_k` of `experts` experts each."""
+    return LARGE if rows * top_k >= experts * SMALL.rows else SMALL
 
 
 class HopperProducts:
@@ -50,21 +78,42 @@ class HopperProducts:
 
     def __init__(self, hidden: int, width: int, spec: QuantSpec, device: torch.device):
         properties = torch.cuda.get_device_properties(device)
-        limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        self._limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         self.hidden, self.width, self.spec = hidden, width, spec
         self.blocks: int = properties.multi_processor_count
-        self.shared, stages_up, stages_down = _shared_memory(hidden, width, spec, limit)
-        macros = {
-            "HIDDEN": hidden, "WIDTH": width, "GROUP_UP": spec.group_gate_up, "GROUP_DOWN": spec.group_down,
-            "STAGES_UP": stages_up, "STAGES_DOWN": stages_down, "WGS": WARPGROUPS, **REGISTERS,
-        }  # fmt: skip
-        source = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE.read_text("utf-8")
         with torch.cuda.device(device):
-            self.multiply = torch.cuda._compile_kernel(source, "experts_products", compute_capability="90a")
-            self.split = torch.cuda._compile_kernel(
-                "#define ONLY_SPLIT\n" + source, "split_rows", compute_capability="90a"
-            )
-            self.multiply.set_shared_memory_config(self.shared)
+            self.multiply = {tile: self._compile(tile) for tile in (SMALL, LARGE)}  # and bytes of shared memory
+            self.split = _compiled("#define ONLY_SPLIT\n" + self._source(SMALL)[0], "split_rows")
+
+    def _compile(self, tile: Tile) -> tuple[Any, int]:
+        source, shared = self._source(tile)
+        kernel = _compiled(source, "experts_products")
+        kernel.set_shared_memory_config(shared)
+        return kernel, shared
+
+    def _source(self, tile: Tile) -> tuple[str, int]:
+        shared, stages_up, stages_down = _shared_memory(self.hidden, self.width, self.spec, tile, self._limit)
+        macros = {
+            "HIDDEN": self.hidden, "WIDTH": self.width, "GROUP_UP": self.spec.group_gate_up,
+            "GROUP_DOWN": self.spec.group_down, "READ_TILES": READ_TILES, "NMAX": tile.rows, "STAGES_UP": stages_up,
+            "STAGES_DOWN": stages_down, "WGS": tile.warpgroups, "PRODUCER_REGS": tile.producer_registers,
+            "CONSUMER_REGS": tile.consumer_registers,
+        }  # fmt: skip
+        defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+        return defines + SOURCE.read_text("utf-8"), shared
+
+
+def _compiled(source: str, name: str) -> Any:
+    """Kernel `name` of a source, compiled by torch (NVRTC) or found where Triton keeps its kernels."""
+    from torch.cuda._utils import _cuda_load_module, _nvrtc_compile
+    from triton.runtime.cache import get_cache_manager
+
+    versions = (str(torch.__version__), str(torch.version.cuda))
+    cache = get_cache_manager(hashlib.sha256("\0".join((source, name, *versions)).encode()).hexdigest())
+    path = cache.get_file(f"{name}.cubin")
+    if path is None:
+        path = cache.put(_nvrtc_compile(source, name, "90a")[0], f"{name}.cubin")
+    return _cuda_load_module(Path(path).read_bytes(), [name])[name]  # type: ignore[index]
 
 
 class HopperBuffers:
@@ -72,14 +121,14 @@ class HopperBuffers:
 
     def __init__(self, products: HopperProducts, rows: int, top_k: int, experts: int, device: torch.device):
         hidden, width, spec, slots = products.hidden, products.width, products.spec, rows * top_k
-        self.products = products
+        self.products, self.tile = products, tile_for(rows, top_k, experts)
         self.split = torch.empty(rows, 2 * hidden, dtype=torch.uint8, device=device)
         self.sums = torch.empty(rows, hidden // spec.group_gate_up, device=device)  # in units of 512 / scale
         self.unscale = torch.empty(rows, device=device)  # 512 / scale
         self.inner_split = torch.empty(slots, 2 * width, dtype=torch.uint8, device=device)
         self.inner_stats = torch.empty(slots, width // spec.group_down, 2, device=device)  # sum and 512 / scale
         self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
-        tiles = max_tiles(rows, top_k, experts, TOKEN_ROWS)
+        tiles = max_tiles(rows, top_k, experts, self.tile.rows)
         self.state = torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
     def split_rows(self, x: torch.Tensor) -> None:
@@ -91,13 +140,14 @@ class HopperBuffers:
         )
 
     def multiply(self, experts: RepackedExperts, slots: Slots) -> None:
-        """Every slot's expert output into `out`. slots: tiles of TOKEN_ROWS."""
+        """Every slot's expert output into `out`. slots: tiles of `tile.rows`."""
         count = slots.row_of.shape[0]
-        once = count <= experts.gate_up.shape[0] * TOKEN_ROWS // 2  # few experts have a second tile
-        self.products.multiply(
+        once = count <= experts.gate_up.shape[0] * self.tile.rows // 2  # few experts have a second tile
+        kernel, shared = self.products.multiply[self.tile]
+        kernel(
             grid=(self.products.blocks, 1, 1),
-            block=((WARPGROUPS + 1) * 128, 1, 1),
-            shared_mem=self.products.shared,
+            block=(self.tile.threads, 1, 1),
+            shared_mem=shared,
             args=[
                 self.split, self.sums, self.unscale, experts.gate_up, experts.down, slots.row_of, slots.tile_expert,
                 slots.tile_start, slots.tile_expert.shape[0], count, once, self.inner_split, self.inner_stats,
@@ -113,7 +163,7 @@ def hopper_products(hidden: int, width: int, spec: QuantSpec, device: torch.devi
         return None
     try:
         return HopperProducts(hidden, width, spec, device)
-    except (RuntimeError, OSError, AttributeError, TypeError):  # no NVRTC, no source file, or another private interface
+    except (RuntimeError, OSError, AttributeError, TypeError, ImportError):  # no NVRTC, or another private interface
         return None
 
 
@@ -132,17 +182,17 @@ def why_not(hidden: int, width: int, spec: QuantSpec, device: torch.device) -> s
     return None
 
 
-def _shared_memory(hidden: int, width: int, spec: QuantSpec, limit: int) -> tuple[int, int, int]:
+def _shared_memory(hidden: int, width: int, spec: QuantSpec, tile: Tile, limit: int) -> tuple[int, int, int]:
     """Bytes of shared memory, and stages of either product; see the map in the source.
 
     A product has at most as many stages as groups: stats have two buffers, and the loads may not run two items ahead.
     """
     up_groups, down_groups = hidden // spec.group_gate_up, width // spec.group_down
-    stats = TOKEN_ROWS * 4 * max(up_groups + 1, 2 * down_groups)
-    fixed = 2 * stats + WARPGROUPS * TOKEN_ROWS * (2 * 64 + 16) + 512  # 512: barriers and items
+    stats = tile.rows * 4 * max(up_groups + 1, 2 * down_groups)
+    fixed = 2 * stats + tile.warpgroups * OUT_ROWS * (2 * 64 + 16) + 512  # 512: barriers and items
 
     def stage(group: int) -> int:
-        return WARPGROUPS * (ROW_TILE * 4 + ROW_TILE * group // 2) + TOKEN_ROWS * 2 * group
+        return tile.warpgroups * (ROW_TILE * 4 + ROW_TILE * group // 2) + tile.rows * 2 * group
 
     space = limit - 1024 - fixed
     up = min(16, up_groups, space // stage(spec.group_gate_up))

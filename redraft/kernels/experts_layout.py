@@ -26,7 +26,7 @@ class GemmTile:
     warps: int
 
 
-READ_TILES = 4  # row tiles that the Hopper products read together
+READ_TILES = 4  # row tiles that lie together, for the Hopper products
 TILE_ROWS = 32  # token rows a tile; with more, two accumulators of 128 x rows run out of registers (docs/log.md)
 # 4 warps: with more, a warp has half the work between two waits.
 GATE_UP_TILE = GemmTile(rows=128, k_block=128, stages=4, warps=4)

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from redraft.config import QuantSpec
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, run_experts
-from redraft.kernels.experts_hopper import REGISTERS, WARPGROUPS, hopper_products, why_not
-from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
+from redraft.kernels.experts import (
+    expert_buffers,
+    expert_products,
+    expert_rows,
+    prepare_rows,
+    run_experts,
+    tile_rows,
+)
+from redraft.kernels.experts_hopper import LARGE, SMALL, hopper_products, why_not
+from redraft.kernels.experts_layout import gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.quant.rtn import quantize_experts
@@ -49,11 +56,12 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def test_warpgroups_exchange_no_more_registers_than_a_block_has():
+@pytest.mark.parametrize("tile", [SMALL, LARGE])
+def test_warpgroups_exchange_no_more_registers_than_a_block_has(tile):
     """Otherwise the last warpgroup to ask would wait for ever."""
-    warpgroups = WARPGROUPS + 1
-    at_launch = 65536 // (warpgroups * 128) // 8 * 8
-    assert REGISTERS["PRODUCER_REGS"] + WARPGROUPS * REGISTERS["CONSUMER_REGS"] <= warpgroups * at_launch
+    at_launch = 65536 // tile.threads // 8 * 8
+    exchanged = tile.producer_registers + tile.warpgroups * tile.consumer_registers
+    assert exchanged <= (tile.warpgroups + 1) * at_launch
 
 
 @pytest.mark.parametrize(
@@ -76,19 +84,20 @@ def test_packed_rows(rows, kind, spec):
     assert torch.equal(got, again)
 
 
-def _assigned(index, num_experts):
+def _assigned(index, num_experts, products=None):
     rows, top_k = index.shape
-    slots = empty_slots(rows, top_k, num_experts, TILE_ROWS, index.device)
+    tile = tile_rows(rows, top_k, num_experts, products)
+    slots = empty_slots(rows, top_k, num_experts, tile, index.device)
     counts = counts_scratch(rows, top_k, num_experts, index.device)
-    assign_slots(index.int(), num_experts, TILE_ROWS, **vars(slots), counts=counts)
+    assign_slots(index.int(), num_experts, tile, **vars(slots), counts=counts)
     return slots
 
 
 def _slot_outputs(x, experts, index, config, spec, *, hopper):
     """Expert outputs by slot from buffers full of NaN, and the slots."""
-    slots = _assigned(index, config.num_experts)
     width = config.moe_intermediate_size
     products = expert_products(x.shape[1], width, spec, x.device) if hopper else None
+    slots = _assigned(index, config.num_experts, products)
     buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, products)
     for tensor in vars(buffers).values():
         if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
