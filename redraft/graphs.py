@@ -7,7 +7,8 @@ kernels, the same passes are launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,11 @@ class SlotStatus:
 class PassGraph:
     """A sequence of launches, captured once and replayed; on a CPU simply run.
 
-    Graphs that are never replayed at the same time share the memory of one `pool` (torch.cuda.graph_pool_handle).
+    Graphs that are never replayed at the same time share the memory of one `pool` (torch.cuda.graph_pool_handle); None
+    is memory of its own.
     """
 
-    def __init__(self, launches: Callable[[], None], device: torch.device, pool: Any):
+    def __init__(self, launches: Callable[[], object], device: torch.device, pool: Any = None):
         self._launches, self._graph = launches, None
         if device.type != "cuda":
             return
@@ -57,7 +59,7 @@ class PassGraph:
                 launches()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+        with _own_workspaces(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
             launches()
 
     def replay(self) -> None:
@@ -65,6 +67,20 @@ class PassGraph:
             self._launches()
         else:
             self._graph.replay()
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Have the matrix library take the workspaces of a capture from the graph's own memory.
+
+    torch keeps one for each stream and gives all of them up when any other graph of the stream is deleted, or when
+    torch.compile captures one; a graph that was captured with such a workspace would write into memory of others.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class SlotRunner:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from redraft.graphs import PassGraph
+
 Call = Callable[[], Any]
 
 WARM_UP = 3
@@ -66,7 +68,7 @@ def measure(calls: Call | Sequence[Call], device: torch.device, *, seconds: floa
             call()
 
     graph = graph and device.type == "cuda"
-    timed = _capture(run, device) if graph else run
+    timed = PassGraph(run, device).replay if graph else run
     for _ in range(WARM_UP):
         timed()
     once = _sample(timed, device)
@@ -94,20 +96,6 @@ def _sample(call: Call, device: torch.device) -> float:
     after.record()
     torch.cuda.synchronize(device)
     return before.elapsed_time(after)
-
-
-def _capture(call: Call, device: torch.device) -> Call:
-    """The call as a CUDA graph, after a warm-up on another stream as capture demands."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            call()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    return captured.replay
 
 
 def reset_peak(device: torch.device) -> None:
