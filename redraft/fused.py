@@ -22,10 +22,10 @@ from redraft.cache import SlotArena
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
 from redraft.kernels.attention import attend, attention_scratch, attention_settings
 from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canvas_scratch, canvas_settings
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, tile_rows
-from redraft.kernels.experts_layout import gemm_tiles, repack
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
+from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
-from redraft.kernels.launch import TensorDescriptor
+from redraft.kernels.launch import TensorDescriptor, from_hopper_on
 from redraft.kernels.mlp import gated_into, gated_product_into, product_into
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
@@ -70,8 +70,7 @@ class FusedModel:
         shapes = (config.hidden_size, config.moe_intermediate_size)
         self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self._shares = hopper and TensorDescriptor is not None
+        self._shares = TensorDescriptor is not None and self.device.type == "cuda" and from_hopper_on(self.device)
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -233,14 +232,14 @@ class Buffers:
         self.group_sums = torch.empty(rows, hidden // self.group, dtype=torch.float32, device=device)
         self.routing = torch.empty(rows, top_k, dtype=torch.float32, device=device)
         self.chosen = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-        self.tile_rows = tile_rows(rows, top_k, config.num_experts, model.expert_products)
-        self.assigned = empty_slots(rows, top_k, config.num_experts, self.tile_rows, device)
-        self.counts = counts_scratch(rows, top_k, config.num_experts, device)
-        self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
         self.experts = None
         if spec is not None:
             width, products = config.moe_intermediate_size, model.expert_products
             self.experts = expert_buffers(rows, top_k, config.num_experts, hidden, width, spec, device, products)
+        self.tile_rows = self.experts.tile_rows if self.experts else TILE_ROWS
+        self.assigned = empty_slots(rows, top_k, config.num_experts, self.tile_rows, device)
+        self.counts = counts_scratch(rows, top_k, config.num_experts, device)
+        self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
         kinds = {layer.kind: layer for layer in config.layers}
         self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
 

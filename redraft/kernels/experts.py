@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from redraft.config import QuantSpec
-from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper_products, tile_for
+from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper_products
 from redraft.kernels.experts_layout import READ_TILES, TILE_ROWS, product_tiles, repack_width
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
@@ -316,7 +316,9 @@ def _down_kernel(
 
 
 class ExpertBuffers:
-    """What the Triton products write for S = rows * top_k slots."""
+    """What the Triton products write for S = rows * top_k slots, in tiles of `tile_rows`."""
+
+    tile_rows = TILE_ROWS
 
     def __init__(self, slots: int, hidden: int, width: int, spec: QuantSpec, device: torch.device):
         self.inner = torch.empty(slots, width, dtype=torch.bfloat16, device=device)
@@ -374,11 +376,6 @@ def _error(products: HopperProducts, spec: QuantSpec, rows: int, device: torch.d
     return float((out[slots.slot_of.long()] - expected).norm() / expected.norm())
 
 
-def tile_rows(rows: int, top_k: int, num_experts: int, products: HopperProducts | None) -> int:
-    """Token rows of a tile in the slots of `rows` rows, for the kernels that `expert_products` chose."""
-    return TILE_ROWS if products is None else tile_for(rows, top_k, num_experts).rows
-
-
 def prepare_rows(x: torch.Tensor, buffers: Buffers | None) -> None:
     """The part of `expert_rows` that needs no routing: it may run beside the router. x BF16 [T, H]."""
     if isinstance(buffers, HopperBuffers):
@@ -395,7 +392,7 @@ def expert_rows(
     """Every slot's expert output before the routing weights, BF16 [S, H]; of packed experts in `buffers.out`.
 
     x BF16 [T, H], after `prepare_rows`; x_sums fp32 [T, H/G1] its sums over each group (packed experts only); slots for
-    tiles of `tile_rows`.
+    tiles of `buffers.tile_rows`, or of any for experts in BF16.
     """
     if isinstance(experts, DenseExperts):
         return _dense_rows(x, experts, slots)
@@ -468,10 +465,9 @@ def slot_outputs(
 ) -> tuple[torch.Tensor, Slots]:
     """`expert_rows` in buffers of its own, and its slots, for expert ids int32 [T, k] of packed experts of `width`."""
     (rows, top_k), num_experts = index.shape, experts.gate_up.shape[0]
-    tile = tile_rows(rows, top_k, num_experts, products)
-    slots = empty_slots(rows, top_k, num_experts, tile, x.device)
-    counts = counts_scratch(rows, top_k, num_experts, x.device)
-    assign_slots(index, num_experts, tile, **vars(slots), counts=counts)
     buffers = expert_buffers(rows, top_k, num_experts, x.shape[1], width, experts.spec, x.device, products)
+    slots = empty_slots(rows, top_k, num_experts, buffers.tile_rows, x.device)
+    counts = counts_scratch(rows, top_k, num_experts, x.device)
+    assign_slots(index, num_experts, buffers.tile_rows, **vars(slots), counts=counts)
     prepare_rows(x, buffers)
     return expert_rows(x, x_sums, experts, slots, buffers), slots

@@ -9,15 +9,14 @@
 // goes on, and waits only for the rows it needs. Which block computes an item changes nothing in its result.
 //
 // Macros set by the host: HIDDEN, WIDTH (of an expert), GROUP_UP and GROUP_DOWN (quantisation groups), READ_TILES (of the
-// layout), NMAX (32 or 64), STAGES_UP and STAGES_DOWN, WGS, PRODUCER_REGS, CONSUMER_REGS; ONLY_SPLIT leaves the products
-// out.
+// layout), NMAX (32 or 64), NOUT (of these, written out at a time), STAGES_UP and STAGES_DOWN, WGS, PRODUCER_REGS,
+// CONSUMER_REGS; ONLY_SPLIT leaves the products out.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define NOUT 32         // token rows of a tile that are transposed at a time
-#define ITEMS 4         // announced to the consumers at a time; the producers are at most two ahead
+#define ITEMS 4  // announced to the consumers at a time; the producers are at most two ahead
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 

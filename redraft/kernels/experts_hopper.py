@@ -95,9 +95,9 @@ class HopperProducts:
         shared, stages_up, stages_down = _shared_memory(self.hidden, self.width, self.spec, tile, self._limit)
         macros = {
             "HIDDEN": self.hidden, "WIDTH": self.width, "GROUP_UP": self.spec.group_gate_up,
-            "GROUP_DOWN": self.spec.group_down, "READ_TILES": READ_TILES, "NMAX": tile.rows, "STAGES_UP": stages_up,
-            "STAGES_DOWN": stages_down, "WGS": tile.warpgroups, "PRODUCER_REGS": tile.producer_registers,
-            "CONSUMER_REGS": tile.consumer_registers,
+            "GROUP_DOWN": self.spec.group_down, "READ_TILES": READ_TILES, "NMAX": tile.rows, "NOUT": OUT_ROWS,
+            "STAGES_UP": stages_up, "STAGES_DOWN": stages_down, "WGS": tile.warpgroups,
+            "PRODUCER_REGS": tile.producer_registers, "CONSUMER_REGS": tile.consumer_registers,
         }  # fmt: skip
         defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
         return defines + SOURCE.read_text("utf-8"), shared
@@ -131,6 +131,10 @@ class HopperBuffers:
         tiles = max_tiles(rows, top_k, experts, self.tile.rows)
         self.state = torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
+    @property
+    def tile_rows(self) -> int:
+        return self.tile.rows
+
     def split_rows(self, x: torch.Tensor) -> None:
         """x BF16 [rows, H] into `split`, `sums` and `unscale`; before every `multiply`."""
         self.products.split(
@@ -140,7 +144,7 @@ class HopperBuffers:
         )
 
     def multiply(self, experts: RepackedExperts, slots: Slots) -> None:
-        """Every slot's expert output into `out`. slots: tiles of `tile.rows`."""
+        """Every slot's expert output into `out`. slots: tiles of `tile_rows`."""
         count = slots.row_of.shape[0]
         once = count <= experts.gate_up.shape[0] * self.tile.rows // 2  # few experts have a second tile
         kernel, shared = self.products.multiply[self.tile]

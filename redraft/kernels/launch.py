@@ -39,12 +39,14 @@ INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def early_launch() -> dict[str, bool]:
     """Launch options of a kernel that begins with `after_previous`: on Hopper and later it may start before the launch
     ahead of it in the stream is over, which hides what a launch costs."""
-    on = gdc_wait is not None and not INTERPRET.value and torch.cuda.is_initialized()
-    return {"EARLY": True, "launch_pdl": True} if on and _hopper(torch.cuda.current_device()) else {"EARLY": False}
+    can = gdc_wait is not None and not INTERPRET.value and torch.cuda.is_initialized()
+    early = can and from_hopper_on(torch.cuda.current_device())
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @lru_cache
-def _hopper(device: int) -> bool:
+def from_hopper_on(device: torch.device | int) -> bool:
+    """Whether a GPU is of that generation or a later one."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

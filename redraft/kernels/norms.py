@@ -100,7 +100,8 @@ def _row(ptr, row, cols, H: tl.constexpr):
 
 
 @triton.jit
-def _weight(ptr, cols, H: tl.constexpr):
+def load_weight(ptr, cols, H: tl.constexpr):
+    """A norm's weights, as stored: they are widened where they are used, after `after_previous`."""
     return tl.load(ptr + cols, mask=cols < H, other=0.0)
 
 
@@ -112,7 +113,7 @@ def _rms_norm_kernel(
     cols = tl.arange(0, BLOCK_H)
     let_next_start(EARLY)
     if weight_ptr is not None:
-        weight = _weight(weight_ptr, cols, H)
+        weight = load_weight(weight_ptr, cols, H)
     after_previous(EARLY)
     start = row // heads * stride_xm + row % heads * H
     x = tl.load(x_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
@@ -152,7 +153,7 @@ def _embed_norms_kernel(
     cols = tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    next_weight = _weight(next_weight_ptr, cols, H)
+    next_weight = load_weight(next_weight_ptr, cols, H)
     after_previous(EARLY)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     x = rounded(_row(embed_ptr, token, cols, H) * scale, dtype)
@@ -224,10 +225,10 @@ def _residual_norms_kernel(
     here = row * H + cols
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    delta_weight = _weight(delta_weight_ptr, cols, H)
-    dense_weight = _weight(dense_weight_ptr, cols, H)
-    expert_weight = _weight(expert_weight_ptr, cols, H)
-    router_weight = _weight(router_weight_ptr, cols, H)
+    delta_weight = load_weight(delta_weight_ptr, cols, H)
+    dense_weight = load_weight(dense_weight_ptr, cols, H)
+    expert_weight = load_weight(expert_weight_ptr, cols, H)
+    router_weight = load_weight(router_weight_ptr, cols, H)
     after_previous(EARLY)
     delta, x = _row(delta_ptr, row, cols, H), _row(x_ptr, row, cols, H)
     delta = _normalized(delta, eps, H) * delta_weight.to(tl.float32)
@@ -312,11 +313,11 @@ def _combine_norms_kernel(
     keep = cols < H
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    dense_weight = _weight(dense_weight_ptr, cols, H)
-    expert_weight = _weight(expert_weight_ptr, cols, H)
-    weight = _weight(weight_ptr, cols, H)
+    dense_weight = load_weight(dense_weight_ptr, cols, H)
+    expert_weight = load_weight(expert_weight_ptr, cols, H)
+    weight = load_weight(weight_ptr, cols, H)
     scalar = tl.load(scalar_ptr)
-    next_weight = _weight(next_weight_ptr, cols, H)
+    next_weight = load_weight(next_weight_ptr, cols, H)
     after_previous(EARLY)
     routed = tl.zeros((BLOCK_H,), tl.float32)
     for k in tl.static_range(TOP_K):

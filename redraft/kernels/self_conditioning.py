@@ -17,7 +17,7 @@ import torch
 from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
-from redraft.kernels.norms import rms_norm, row_launch
+from redraft.kernels.norms import load_weight, rms_norm, row_launch
 from redraft.weights import SelfConditioningWeights
 
 
@@ -94,10 +94,10 @@ def _soft_norm_kernel(
 ):
     let_next_start(EARLY)
     row = tl.program_id(0)
-    at = soft_ptr + row.to(tl.int64) * H + tl.arange(0, BLOCK_H)
-    inside = tl.arange(0, BLOCK_H) < H
+    cols = tl.arange(0, BLOCK_H)
+    at, inside = soft_ptr + row.to(tl.int64) * H + cols, cols < H
     dtype = soft_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + tl.arange(0, BLOCK_H), mask=inside, other=0.0)  # no kernel writes it
+    weight = load_weight(weight_ptr, cols, H)
     after_previous(EARLY)
     later = tl.load(step_ptr + row // rows_per_slot) > 0
     # Not loaded at all on a first pass: NaN * 0 would stay NaN.

@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tolerance import relative
 
 from redraft.config import QuantSpec
-from redraft.kernels.experts import (
-    expert_buffers,
-    expert_products,
-    expert_rows,
-    prepare_rows,
-    run_experts,
-    tile_rows,
-)
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, run_experts
 from redraft.kernels.experts_hopper import LARGE, SMALL, hopper_products, why_not
-from redraft.kernels.experts_layout import gemm_tiles, repack, unpack_layer
+from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.quant.rtn import quantize_experts
@@ -52,10 +46,6 @@ def _routing(rows, config, kind) -> torch.Tensor:
     return score.topk(config.top_k_experts, dim=-1).indices.to(DEVICE)
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 @pytest.mark.parametrize("tile", [SMALL, LARGE])
 def test_warpgroups_exchange_no_more_registers_than_a_block_has(tile):
     """Otherwise the last warpgroup to ask would wait for ever."""
@@ -79,14 +69,13 @@ def test_packed_rows(rows, kind, spec):
     weights = torch.rand(rows, CONFIG.top_k_experts).to(DEVICE)
     expected = run_experts(x.float(), packed, weights, index)
     got = run_experts(x, repack(packed, CONFIG, spec), weights, index)
-    assert _relative(got, expected) < TOLERANCE
+    assert relative(got, expected) < TOLERANCE
     again = run_experts(x, repack(packed, CONFIG, spec), weights, index)
     assert torch.equal(got, again)
 
 
-def _assigned(index, num_experts, products=None):
+def _assigned(index, num_experts, tile=TILE_ROWS):
     rows, top_k = index.shape
-    tile = tile_rows(rows, top_k, num_experts, products)
     slots = empty_slots(rows, top_k, num_experts, tile, index.device)
     counts = counts_scratch(rows, top_k, num_experts, index.device)
     assign_slots(index.int(), num_experts, tile, **vars(slots), counts=counts)
@@ -97,8 +86,8 @@ def _slot_outputs(x, experts, index, config, spec, *, hopper):
     """Expert outputs by slot from buffers full of NaN, and the slots."""
     width = config.moe_intermediate_size
     products = expert_products(x.shape[1], width, spec, x.device) if hopper else None
-    slots = _assigned(index, config.num_experts, products)
     buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, products)
+    slots = _assigned(index, config.num_experts, buffers.tile_rows)
     for tensor in vars(buffers).values():
         if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
             tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3
@@ -130,7 +119,7 @@ def test_bf16_experts_behind_the_same_call():
     weights = torch.rand(40, 2, device=DEVICE)
     got = (out[slots.slot_of.long()].view(40, 2, -1) * weights[..., None]).sum(1)
     widened = DenseExperts(dense.gate_up.float(), dense.down.float())
-    assert _relative(got, run_experts(x.float(), widened, weights, index)) < 4e-3
+    assert relative(got, run_experts(x.float(), widened, weights, index)) < 4e-3
 
 
 def test_repacking_moves_every_nibble_and_adds_no_byte():
@@ -193,7 +182,7 @@ def test_real_shapes(kind, hopper):
         expected = run_experts(x.float(), packed, weights, index)
         out, slots = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
         got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
-        assert _relative(got, expected) < 4e-3, rows
+        assert relative(got, expected) < 4e-3, rows
         again, _ = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
         assert torch.equal(out, again), rows
 
@@ -216,4 +205,4 @@ def test_hopper_products_keep_sixteen_bit_activations():
         wanted = expected if scale == 1.0 else run_experts((x * scale).float(), packed, weights, index)
         got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
         assert got.isfinite().all()
-        assert _relative(got, wanted) < 4e-3, scale
+        assert relative(got, wanted) < 4e-3, scale

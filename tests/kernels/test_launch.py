@@ -17,7 +17,7 @@ def test_early_launch(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, in
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(launch, "gdc_wait", object())
     monkeypatch.setattr(launch, "INTERPRET", launch.tl.constexpr(interpreted))
-    launch._hopper.cache_clear()
+    launch.from_hopper_on.cache_clear()
     early = capability >= (9, 0) and not interpreted
     assert launch.early_launch() == ({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
-    launch._hopper.cache_clear()
+    launch.from_hopper_on.cache_clear()

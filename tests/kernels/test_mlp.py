@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, poisoned
+from tolerance import DEVICE, assert_rounded_alike, poisoned, relative
 
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.mlp import PRODUCT, ProductSettings, gated, gated_into, gated_product_into, product_into
@@ -47,10 +47,6 @@ def test_gated_into_extremes():
 NARROW = ProductSettings(rows=32, columns=16, depth=32, num_warps=4, num_stages=2)
 
 
-def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "settings"),
     [
@@ -73,10 +69,10 @@ def test_products(rows, depth, columns, settings):
     tolerance = 2**-8 if INTERPRET.value else 2**-9
     out = poisoned(rows, columns, dtype=torch.bfloat16)
     product_into(x, weight[:columns], out, settings)
-    assert _relative(out, gate) < tolerance
+    assert relative(out, gate) < tolerance
     out = poisoned(rows, columns, dtype=torch.bfloat16)
     gated_product_into(x, weight, out, settings)
-    assert _relative(out, gated(gate, up)) < 2 * tolerance
+    assert relative(out, gated(gate, up)) < 2 * tolerance
     again = poisoned(rows, columns, dtype=torch.bfloat16)
     gated_product_into(x, weight, again, settings)
     assert torch.equal(out, again)

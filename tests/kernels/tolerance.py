@@ -26,6 +26,11 @@ def assert_rounded_alike(actual: torch.Tensor, expected: torch.Tensor, share: fl
     torch.testing.assert_close(actual.float(), expected.float(), rtol=2**-6, atol=step, equal_nan=True)
 
 
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over that of `expected`."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """An output tensor on DEVICE that shows what was never written: NaN, or -99 where there is none."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else -99, dtype=dtype, device=DEVICE)

@@ -15,7 +15,7 @@ import torch
 from redraft.bench.cases.inputs import gaussian, routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, tile_rows
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import repack
 from redraft.kernels.slots import assign_slots_reference
 from redraft.quant.dg_w4a16 import packed_bytes
@@ -32,9 +32,8 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], 
     sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
     _, chosen = routing(scale, generator)
     products = expert_products(h, inner, spec, scale.device) if hopper else None
-    tile = tile_rows(rows, top_k, config.num_experts, products)
-    slots = assign_slots_reference(chosen.long(), config.num_experts, tile)
     buffers = expert_buffers(rows, top_k, config.num_experts, h, inner, spec, scale.device, products)
+    slots = assign_slots_reference(chosen.long(), config.num_experts, buffers.tile_rows)
 
     def reference() -> dict[str, torch.Tensor]:
         out = torch.empty(rows * top_k, h, device=scale.device)
