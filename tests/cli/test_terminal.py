@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+# What a shell starts in the background, tests perhaps, ignores Ctrl-C, and so would its children.
 PROGRAM = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import redraft
 from cli.fake_engine import FakeEngine
