@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
 from redraft.errors import CheckpointError, RedraftError, UsageError
 from redraft.registration import watch
+from redraft.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
     from redraft.hf import AccelerateReport, W4Config
     from redraft.quant.report import QuantReport
 
-__version__ = "0.1.0"
 __all__ = [
-    "CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "W4Config", "accelerate", "load",
-    "quantize",
+    "CheckpointError", "DecodeSettings", "QuantSpec", "RedraftError", "UsageError", "W4Config", "__version__",
+    "accelerate", "load", "quantize",
 ]  # fmt: skip
 
 
@@ -47,11 +47,11 @@ def load(
     there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU.
     progress(done, total) is called per layer. Raises CheckpointError or UsageError.
     """
-    from redraft.checkpoint import load_checkpoint, load_tokenizer
     from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
-    from redraft.engine import Engine
-    from redraft.random_model import is_random, random_tokenizer
+    from redraft.engine.engine import Engine
+    from redraft.store.random import is_random, random_tokenizer
+    from redraft.store.read import load_checkpoint, load_tokenizer
 
     check_choice("tier", tier, TIERS)
     target = pick_device(device)

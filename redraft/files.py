@@ -1,16 +1,36 @@
-"""Small files that appear whole or not at all."""
+"""Files that appear whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A text file that takes the place of `path` when the block ends well; else nothing changes and nothing is left."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", suffix=".new", delete=False, encoding="utf-8", newline="\n"
+    ) as file:
+        fresh = Path(file.name)
+        try:
+            yield file  # type: ignore[misc]
+            file.flush()
+            os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            fresh.chmod(0o666 & ~mask)
+            fresh.replace(path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace a file; a crash leaves the old one, or a `.new` file beside it."""
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("w", encoding="utf-8") as file:
+    """Write or replace a small file."""
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

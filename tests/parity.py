@@ -9,7 +9,7 @@ import torch
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from redraft.decode.entropy_bound import EntropyBoundDecoder, temperature
-from redraft.engine import Engine
+from redraft.engine.engine import Engine
 
 EXCUSED_MARGIN = 1e-5
 

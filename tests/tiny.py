@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from redraft.quant.packing import dequantize
+from redraft.kernels.packing import dequantize
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
 

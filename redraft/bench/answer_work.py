@@ -15,12 +15,12 @@ import torch
 
 from redraft.bench.roofline import Work
 from redraft.bench.work import encode_work, pass_work
-from redraft.cache import KVArena
 from redraft.config import ModelConfig, QuantSpec
 from redraft.kernels.router import route
-from redraft.model import Model
-from redraft.quant.dg_w4a16 import packed_bytes
-from redraft.weights import LayerWeights
+from redraft.network.arena import KVArena
+from redraft.network.model import Model
+from redraft.network.weights import LayerWeights
+from redraft.store.dg_w4a16 import packed_bytes
 
 
 def diffusion_work(

@@ -17,7 +17,7 @@ from redraft.bench.work import pass_work
 from redraft.errors import MemoryShortage
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 

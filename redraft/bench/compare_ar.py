@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from redraft.bench.answer_work import Routes, autoregressive_work, diffusion_work
+from redraft.bench.autoregressive import FusedGreedy, GreedyDecoder, ReferenceGreedy
 from redraft.bench.batch import release
 from redraft.bench.probe import Probe
 from redraft.bench.roofline import Roofline, Work, save_figure
 from redraft.bench.step import expert_spec
 from redraft.bench.timing import synchronize, wall_ms
 from redraft.config import DecodeSettings
-from redraft.decode.autoregressive import FusedGreedy, GreedyDecoder, ReferenceGreedy
 from redraft.errors import MemoryShortage
 from redraft.evaluate.statistics import percentile
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 SIZES = (1, 2, 4, 8, 16)
 AUTOREGRESSIVE = "autoregressive"

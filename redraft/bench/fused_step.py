@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
-from redraft.fused import FusedLayer, FusedModel
-from redraft.graphs import SlotRunner
+from redraft.engine.graphs import SlotRunner
 from redraft.kernels.experts import expert_rows, prepare_rows
 from redraft.kernels.self_conditioning import self_condition
+from redraft.network.fused import FusedLayer, FusedModel
 
 
 class FusedStep:

@@ -22,7 +22,7 @@ from redraft.bench.roofline import Point, Roofline, Work
 from redraft.bench.timing import Timing, measure
 from redraft.config import ModelConfig, QuantSpec
 from redraft.errors import RedraftError, UsageError
-from redraft.random_model import PRESETS
+from redraft.store.random import PRESETS
 
 Tensors = dict[str, torch.Tensor]
 

@@ -22,7 +22,7 @@ from redraft.errors import RedraftError
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 RIVALS = ("transformers", "transformers-compiled")
 BASE_PASSES = 2

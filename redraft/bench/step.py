@@ -16,7 +16,6 @@ from redraft.bench.probe import Probe
 from redraft.bench.roofline import Point, Roofline, Work
 from redraft.bench.timing import Timing, interleave, measure, peak_bytes, reset_peak, wall_ms
 from redraft.bench.work import PARTS, encode_work, pass_work
-from redraft.cache import KVArena, check_context
 from redraft.config import DecodeSettings, QuantSpec
 from redraft.decode.entropy_bound import EntropyBoundDecoder
 from redraft.decode.streams import CounterStream
@@ -24,11 +23,12 @@ from redraft.errors import UsageError
 from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.router import route
-from redraft.weights import DenseExperts, PackedExperts
+from redraft.network.arena import KVArena, check_context
+from redraft.network.weights import DenseExperts, PackedExperts
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
-    from redraft.model import Model
+    from redraft.engine.engine import Engine
+    from redraft.network.model import Model
 
 OURS = "redraft"
 # A canvas never runs out of passes, its temperature stays at t_max, and no entropy is low enough to stop.
@@ -98,7 +98,7 @@ def random_tokens(vocab: int, shape: tuple[int, int], seed: int, device: torch.d
 
 
 class ReferenceStep:
-    """Passes of `redraft.model.Model`, decoded by the entropy bound."""
+    """Passes of `redraft.network.model.Model`, decoded by the entropy bound."""
 
     name = "reference"
     capturable = False  # the experts' loop reads its counts on the host
@@ -178,7 +178,7 @@ class ReferenceStep:
         return route(flat, w.router_proj, w.router_scale, w.per_expert_scale, config.top_k_experts, config.rms_norm_eps)
 
     def _attention(self, x: torch.Tensor) -> None:
-        from redraft.model import _reader
+        from redraft.network.model import _reader
 
         model, config = self.model, self.config
         tables = model._rope_tables(self.arena.length, x.shape[1])

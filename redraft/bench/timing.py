@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from redraft.graphs import PassGraph
+from redraft.engine.graphs import PassGraph
 
 Call = Callable[[], Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from redraft.bench.roofline import Work
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
-from redraft.quant.dg_w4a16 import packed_bytes
+from redraft.store.dg_w4a16 import packed_bytes
 
 PARTS = (
     "embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling"

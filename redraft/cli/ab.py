@@ -14,8 +14,8 @@ from redraft.cli.writing import Interrupted
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
-    from redraft.ab.comparison import Comparison
-    from redraft.ab.run import AbRecord, Folder
+    from redraft.evaluate.ab_run import AbRecord, Folder
+    from redraft.evaluate.comparison import Comparison
 
 
 def command(
@@ -54,11 +54,11 @@ def command(
     json_output: options.Json = False,
 ) -> None:
     """Ask several forms of a model the same questions in turn; report speed, accuracy and whether they differ."""
-    from redraft.ab.comparison import Comparison
-    from redraft.ab.run import Folder
     from redraft.bench.roofline import check_matplotlib
     from redraft.cli.common import print_json, quiet_libraries
     from redraft.device import pick_device
+    from redraft.evaluate.ab_run import Folder
+    from redraft.evaluate.comparison import Comparison
 
     shared = options.decode_settings(seed, max_new_tokens, None, None)
     check_matplotlib("redraft ab")
@@ -113,8 +113,8 @@ def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
 
 def _print(report: dict[str, Any], folder: Path) -> None:
     """The figures over all tasks, a line per arm, and where the rest is."""
-    from redraft.ab.report import order_text, verdict
     from redraft.cli.tables import table, table_console
+    from redraft.evaluate.report import order_text, verdict
 
     rows = []
     for arm in report["arms"]:

@@ -10,7 +10,7 @@ from redraft.config import check_seed
 from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 

@@ -17,8 +17,8 @@ from redraft.cli.options import check_load_options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from redraft.engine import Engine, Prompt
-    from redraft.events import Result
+    from redraft.engine.engine import Engine, Prompt
+    from redraft.engine.events import Result
 
 
 def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:

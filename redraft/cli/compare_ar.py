@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from redraft.bench.compare_ar import ArmResult, SizeResult
     from redraft.bench.probe import Probe
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
     from redraft.evaluate.tasks import Item, Task
 
     Question = tuple[Task, Item] | None  # None: a prompt of random tokens
@@ -158,9 +158,9 @@ def _measure(
     from rich.progress import Progress
 
     from redraft.bench.compare_ar import batches_of, compare_ar
-    from redraft.cache import check_context
     from redraft.cli.common import error_console, quiet_libraries
-    from redraft.random_model import is_random
+    from redraft.network.arena import check_context
+    from redraft.store.random import is_random
 
     settings, notes = engine.settings.replace(max_new_tokens=max_new_tokens), [TEXT_NOTE]
     if is_random(model):

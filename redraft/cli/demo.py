@@ -10,7 +10,7 @@ from redraft.cli import options
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 # The first held-out item of each: prompts that training has never seen, the same on every machine.
 DEMO_TASKS = ("arithmetic", "edit", "code")
@@ -60,8 +60,8 @@ def _answer(engine: Engine, name: str, seed: int, settings: dict[str, Any], quie
 
 def sizes() -> dict[str, dict[str, int]]:
     """Bytes of the bundled experts and of the whole bundled model, as BF16 on disk and packed."""
-    from redraft.checkpoint import find_checkpoint, open_checkpoint
     from redraft.cli.inspect import summarize
+    from redraft.store.read import find_checkpoint, open_checkpoint
 
     summary = summarize(open_checkpoint(find_checkpoint("demo")))
     parts = {"experts": summary["parts"]["experts"], "model": summary["total"]}

@@ -13,7 +13,7 @@ import typer
 from redraft.cli import options
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
     from redraft.evaluate.run import Record, ResultsFile
     from redraft.evaluate.tasks import Item, Task
 

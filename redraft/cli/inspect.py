@@ -10,8 +10,8 @@ import typer
 from redraft.cli.options import Json, Model
 
 if TYPE_CHECKING:
-    from redraft.checkpoint import CheckpointFiles
     from redraft.config import ModelConfig, QuantSpec
+    from redraft.store.read import CheckpointFiles
 
 CARDS_GB = (8, 12, 16, 24, 32, 48, 80, 141)
 CONTEXTS = (1024, 8192, 32_768, 131_072)
@@ -25,8 +25,8 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
-    from redraft.checkpoint import find_checkpoint, open_checkpoint
-    from redraft.random_model import is_random, random_files
+    from redraft.store.random import is_random, random_files
+    from redraft.store.read import find_checkpoint, open_checkpoint
 
     files = random_files(model) if is_random(model) else open_checkpoint(find_checkpoint(model), verify)
     summary = summarize(files)
@@ -88,8 +88,8 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
 
 def _parts(files: CheckpointFiles, spec: QuantSpec | None) -> dict[str, dict[str, Any]]:
     """Per part: tensors (tied ones once), parameters, bytes as stored and in W4."""
-    from redraft.names import PARTS, part_of
-    from redraft.quant.dg_w4a16 import packed_bytes
+    from redraft.store.dg_w4a16 import packed_bytes
+    from redraft.store.names import PARTS, part_of
 
     parts: dict[str, dict[str, Any]] = {}
     for name, info in {**{name: places[0] for name, places in files.text.items()}, **files.extras}.items():
@@ -115,7 +115,7 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
     """Bytes of weights and of one sequence's KV arena per context length, both in BF16 where they are not packed."""
     import torch
 
-    from redraft.cache import arena_bytes
+    from redraft.network.arena import arena_bytes
 
     loaded = {name: part for name, part in parts.items() if name not in ("vision", "other")}
     plain = 2 * sum(part["parameters"] for name, part in loaded.items() if name != "experts")

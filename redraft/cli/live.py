@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from redraft.events import Committed, Draft, Result
+    from redraft.engine.events import Committed, Draft, Result
 
 FRAME_SECONDS = 0.04  # passes of a GPU come faster than a terminal or an eye can follow
 
@@ -105,7 +105,7 @@ def show_live(
 
     pace: seconds that each draft stays at least. Time spent here is taken out of the result's figures.
     """
-    from redraft.events import Committed, Draft
+    from redraft.engine.events import Committed, Draft
 
     drawn = held = 0.0
     # No refresh thread: a frame is drawn between two passes, and Ctrl-C finds the terminal in order.
@@ -130,4 +130,4 @@ def show_live(
 def _without(result: Result, held: float) -> Result:
     """The result as if nobody had watched: the engine waits while a draft is drawn, and that is not its speed."""
     seconds = result.seconds - held
-    return dataclasses.replace(result, seconds=seconds, tokens_per_second=result.tokens / seconds)
+    return dataclasses.replace(result, seconds=seconds)

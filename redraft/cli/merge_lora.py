@@ -11,7 +11,7 @@ from redraft.cli.options import Json
 from redraft.cli.writing import with_progress
 
 if TYPE_CHECKING:
-    from redraft.lora import MergeReport
+    from redraft.quant.lora import MergeReport
 
 
 def command(
@@ -28,7 +28,7 @@ def command(
 
     Anything of the adapter that cannot be merged is an error, and nothing is written.
     """
-    from redraft.lora import merge_lora
+    from redraft.quant.lora import merge_lora
 
     report = with_progress(
         "merging",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
-    from redraft.checkpoint import Progress
     from redraft.quant.report import QuantReport
+    from redraft.store.read import Progress
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from redraft.quant.workdir import partial_path
+    from redraft.store.workdir import partial_path
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:

@@ -20,9 +20,9 @@ from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.statistics import percentile, wilson_interval
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
+    from redraft.engine.events import Result
     from redraft.evaluate.tasks import Item, Task
-    from redraft.events import Result
 
 
 @dataclass(frozen=True)

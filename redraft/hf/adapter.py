@@ -1,4 +1,4 @@
-"""A PEFT model's LoRA adapter, merged into the weights of the loaded model: W + B A * scale, as in `redraft.lora`.
+"""A PEFT model's LoRA adapter, merged into the weights of the loaded model: W + B A * scale, as in `quant/lora.py`.
 
 PEFT's own `merge_and_unload` adds twice to a weight that encoder and decoder share, and in the weight's dtype. PEFT is
 not imported here: its model saves the adapter, which is read as any other.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.lora import Factors, assign, merge, one_sided, read_adapter
-from redraft.names import canonical_name
+from redraft.quant.lora import Factors, assign, merge, one_sided, read_adapter
+from redraft.store.names import canonical_name
 
 
 def base_model(model: Any) -> Any:

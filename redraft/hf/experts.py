@@ -18,8 +18,8 @@ from redraft.errors import UsageError
 from redraft.kernels.experts import run_experts
 from redraft.kernels.experts_layout import gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import HAS_TRITON
-from redraft.quant import dg_w4a16
-from redraft.weights import PackedExperts, RepackedExperts, iter_tensors
+from redraft.network.weights import PackedExperts, RepackedExperts, iter_tensors
+from redraft.store import dg_w4a16
 
 _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
 

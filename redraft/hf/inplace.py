@@ -14,8 +14,8 @@ from redraft.hf.adapter import base_model, merge_adapter
 from redraft.hf.experts import W4Experts, check_model, layers, packed_spec, set_ties
 from redraft.hf.generation import install
 from redraft.hf.quantizer import mark
+from redraft.network.weights import nbytes
 from redraft.quant.rtn import quantize_experts
-from redraft.weights import nbytes
 
 
 @dataclass(frozen=True)

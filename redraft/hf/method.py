@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.quantizers import auto
 
-from redraft.quant.dg_w4a16 import FORMAT
+from redraft.store.dg_w4a16 import FORMAT
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from redraft.checkpoint import CheckpointFiles, open_checkpoint, read_experts
 from redraft.config import QuantSpec
 from redraft.errors import UsageError
 from redraft.hf.experts import W4Experts, check_model, layers, set_ties
 from redraft.hf.generation import install
-from redraft.names import packed_name
-from redraft.quant import dg_w4a16
-from redraft.weights import PackedExperts
+from redraft.network.weights import PackedExperts
+from redraft.store import dg_w4a16
+from redraft.store.names import packed_name
+from redraft.store.read import CheckpointFiles, open_checkpoint, read_experts
 
 
 @register_quantization_config(dg_w4a16.FORMAT)

@@ -15,8 +15,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Linea
 
 from redraft.decode.entropy_bound import accept
 from redraft.hf.entropy_once import EntropyOnceSampler
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.sampling import probabilities, sample
+from redraft.kernels.state import SlotState
 
 
 class Probabilities:
@@ -47,7 +47,7 @@ class FusedSampler(EntropyOnceSampler):
     def __init__(self, generation_config: Any, **kwargs: Any):
         super().__init__(config=generation_config.sampler_config, **kwargs)
         self._settings = generation_config
-        self._slots: DecodeSlots | None = None
+        self._slots: SlotState | None = None
 
     def observe(self, logits: torch.Tensor, finished: torch.Tensor, remaining: int, softcap: float) -> Probabilities:
         """Take a pass's raw head outputs [B, C, V], which become the probabilities returned.
@@ -67,9 +67,9 @@ class FusedSampler(EntropyOnceSampler):
         probabilities(flat, log_norm, slots, length, softcap, out=flat)
         return Probabilities(logits)
 
-    def _start(self, batch: int, length: int, device: torch.device) -> DecodeSlots:
+    def _start(self, batch: int, length: int, device: torch.device) -> SlotState:
         if self._slots is None:
-            slots = self._slots = DecodeSlots.allocate(batch, device)
+            slots = self._slots = SlotState.allocate(batch, device)
             slots.seed.random_()
             slots.canvas_index.fill_(-1)
             slots.max_steps.fill_(self._settings.max_denoising_steps)

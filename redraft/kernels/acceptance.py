@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
-from redraft.kernels.decoding import CONVERGED, OUT_OF_STEPS, Canvases, DecodeSlots
 from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.philox import philox_words
+from redraft.kernels.state import CONVERGED, OUT_OF_STEPS, Canvases, SlotState
 
 _CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)
 _CHUNK = tl.constexpr(8)  # positions compared with all others at a time: the last sum is over 8 threads of a warp
@@ -28,7 +28,7 @@ def finish_pass(
     draw: torch.Tensor,
     argmax: torch.Tensor,
     entropy: torch.Tensor,
-    slots: DecodeSlots,
+    slots: SlotState,
     canvases: Canvases,
     length: int,
     vocab: int,
@@ -44,7 +44,7 @@ def finish_pass(
     )  # fmt: skip
 
 
-def start_canvas(select: torch.Tensor, slots: DecodeSlots, canvases: Canvases, length: int, vocab: int) -> None:
+def start_canvas(select: torch.Tensor, slots: SlotState, canvases: Canvases, length: int, vocab: int) -> None:
     """Begin the canvas `slots.canvas_index` of each slot with select int32 [B] not zero: random tokens, step 0."""
     _start_kernel[(slots.step.shape[0],)](
         select, canvases.tokens, canvases.argmax, canvases.accepted, canvases.equal, canvases.status,

@@ -28,9 +28,9 @@ from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper
 from redraft.kernels.experts_layout import READ_TILES, TILE_ROWS, product_tiles, repack_width
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
+from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
-from redraft.quant.packing import dequantize
-from redraft.weights import DenseExperts, PackedExperts, RepackedExperts
+from redraft.network.weights import DenseExperts, PackedExperts, RepackedExperts
 
 Experts = DenseExperts | PackedExperts | RepackedExperts
 

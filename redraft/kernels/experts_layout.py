@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from redraft.config import ModelConfig, QuantSpec
-from redraft.quant.packing import pack_nibbles, unpack_nibbles
-from redraft.weights import PackedExperts, RepackedExperts
+from redraft.kernels.packing import pack_nibbles, unpack_nibbles
+from redraft.network.weights import PackedExperts, RepackedExperts
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.launch import INTERPRET, after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.philox import philox, philox_words
+from redraft.kernels.state import SlotState
 
 # The last counter word is canvas * 2 + purpose, so that a pass's draws and its re-draws never share a number.
 DRAW, REDRAW = 0, 1
@@ -104,7 +104,7 @@ PROBABILITIES = SampleSettings(block=8192, num_warps=8)
 
 def sample(
     logits: torch.Tensor,
-    slots: DecodeSlots,
+    slots: SlotState,
     rows_per_slot: int,
     softcap: float,
     *,
@@ -131,7 +131,7 @@ def sample(
 def probabilities(
     logits: torch.Tensor,
     log_norm: torch.Tensor,
-    slots: DecodeSlots,
+    slots: SlotState,
     rows_per_slot: int,
     softcap: float,
     *,

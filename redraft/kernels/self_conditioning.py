@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
 from redraft.kernels.norms import load_weight, rms_norm, row_launch
-from redraft.weights import SelfConditioningWeights
+from redraft.kernels.state import SlotState
+from redraft.network.weights import SelfConditioningWeights
 
 
 def self_condition_reference(
@@ -53,7 +53,7 @@ def self_condition(
     embed: torch.Tensor,
     weights: SelfConditioningWeights,
     gate_up: torch.Tensor,
-    slots: DecodeSlots,
+    slots: SlotState,
     rows_per_slot: int,
     scale: float,
     eps: float,
@@ -71,7 +71,7 @@ def self_condition(
 
 
 def soft_norm(
-    soft: torch.Tensor, weight: torch.Tensor, slots: DecodeSlots, rows_per_slot: int, scale: float, eps: float
+    soft: torch.Tensor, weight: torch.Tensor, slots: SlotState, rows_per_slot: int, scale: float, eps: float
 ) -> None:
     """soft [R, H] = rms_norm(soft * scale, weight) in place; zeros, whatever soft holds, for slots whose step is 0."""
     rows, hidden = soft.shape

@@ -7,18 +7,10 @@ from pathlib import Path
 
 import torch
 
-from redraft.checkpoint import (
-    CheckpointFiles,
-    Progress,
-    expert_place,
-    find_checkpoint,
-    open_checkpoint,
-    published_label,
-)
 from redraft.config import read_json
 from redraft.errors import CheckpointError, UsageError
-from redraft.names import expert_names
-from redraft.quant.compressed_tensors import (
+from redraft.quant.report import QuantReport, TensorError, kept_tensors, make_report, tensor_error
+from redraft.store.compressed_tensors import (
     FORMAT,
     PROJECTIONS,
     Scheme,
@@ -29,8 +21,16 @@ from redraft.quant.compressed_tensors import (
     read_experts,
     tensor_name,
 )
-from redraft.quant.report import QuantReport, TensorError, kept_tensors, make_report, tensor_error
-from redraft.quant.rewrite import Made, Part, copy_part, shard_name, shards, write_checkpoint
+from redraft.store.names import expert_names
+from redraft.store.read import (
+    CheckpointFiles,
+    Progress,
+    expert_place,
+    find_checkpoint,
+    open_checkpoint,
+    published_label,
+)
+from redraft.store.write import Made, Part, copy_part, shard_name, shards, write_checkpoint
 
 GROUPS = (64, 32)
 

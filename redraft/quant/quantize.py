@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
-from redraft import __version__
-from redraft.checkpoint import (
+from redraft.config import QuantSpec, read_json
+from redraft.errors import CheckpointError
+from redraft.network.weights import iter_tensors
+from redraft.quant.report import QuantReport, TensorError, kept_tensors, make_report, tensor_error
+from redraft.quant.rtn import quantize_experts
+from redraft.store import dg_w4a16
+from redraft.store.names import expert_names, packed_name
+from redraft.store.read import (
     CheckpointFiles,
     Progress,
     expert_place,
@@ -17,14 +23,8 @@ from redraft.checkpoint import (
     open_checkpoint,
     published_label,
 )
-from redraft.config import QuantSpec, read_json
-from redraft.errors import CheckpointError
-from redraft.names import expert_names, packed_name
-from redraft.quant import dg_w4a16
-from redraft.quant.report import QuantReport, TensorError, kept_tensors, make_report, tensor_error
-from redraft.quant.rewrite import Facts, Made, Part, copy_part, shard_name, shards, write_checkpoint
-from redraft.quant.rtn import quantize_experts
-from redraft.weights import iter_tensors
+from redraft.store.write import Facts, Made, Part, copy_part, shard_name, shards, write_checkpoint
+from redraft.version import __version__
 
 REPORT = "quant_report.json"
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from redraft import __version__
-from redraft.checkpoint import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, read_experts
 from redraft.config import read_json
 from redraft.errors import CheckpointError
-from redraft.names import packed_name
-from redraft.quant import dg_w4a16
+from redraft.network.weights import iter_tensors
 from redraft.quant.quantize import fence_part
 from redraft.quant.report import kept_tensors
-from redraft.quant.rewrite import Part, copy_part, shard_name, shards, write_checkpoint
-from redraft.weights import iter_tensors
+from redraft.store import dg_w4a16
+from redraft.store.names import packed_name
+from redraft.store.read import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, read_experts
+from redraft.store.write import Part, copy_part, shard_name, shards, write_checkpoint
+from redraft.version import __version__
 
 ENTRY, ENTRY_NAME, CLASS = "redraft.hf.remote", "modeling_redraft", "RedraftDiffusionGemma"
 COMPANION = "redraft.hf.companion"

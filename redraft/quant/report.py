@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from redraft.config import QuantSpec
-from redraft.names import PARTS, part_of
-from redraft.quant.packing import dequantize
-from redraft.tensorfile import TensorInfo
+from redraft.kernels.packing import dequantize
+from redraft.store.names import PARTS, part_of
+from redraft.store.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
-    from redraft.checkpoint import CheckpointFiles
+    from redraft.store.read import CheckpointFiles
 
 REASONS = {
     "embedding": "also the output head; 4-bit noise there raises entropy and costs denoising passes",

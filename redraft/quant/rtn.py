@@ -22,8 +22,8 @@ import torch
 
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.packing import pack_nibbles
-from redraft.weights import PackedExperts
+from redraft.kernels.packing import pack_nibbles
+from redraft.network.weights import PackedExperts
 
 STEPS = 15  # between the 16 values of 4 bits
 SMALLEST_SCALE = 2.0**-24  # the smallest positive fp16: an all-zero group gets it rather than a scale of zero

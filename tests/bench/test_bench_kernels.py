@@ -24,7 +24,7 @@ from redraft.bench.roofline import Roofline, Work
 from redraft.config import QuantSpec
 from redraft.errors import RedraftError, UsageError
 from redraft.kernels import launch
-from redraft.random_model import PRESETS
+from redraft.store.random import PRESETS
 
 CPU = torch.device("cpu")
 SMALL = Scale(dataclasses.replace(PRESETS["tiny"], canvas_length=3), QuantSpec(), 2, 7, CPU)

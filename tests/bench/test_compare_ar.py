@@ -23,9 +23,9 @@ from redraft.bench.probe import Probe
 from redraft.bench.roofline import Roofline, Work
 from redraft.bench.work import encode_work, pass_work
 from redraft.config import QuantSpec
-from redraft.engine import Engine
+from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage
-from redraft.random_model import PRESETS
+from redraft.store.random import PRESETS
 
 LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
 REAL = PRESETS["26b-a4b"]
@@ -92,7 +92,7 @@ def test_experts_are_counted_from_their_routing(engine: Engine) -> None:
     visits = [routes._visits(p, a) for p, a in zip(prompts, answers, strict=True)]
     assert together[:2] == [int((visits[0][:, t] | visits[1][:, t]).sum()) for t in range(2)]
     # One step alone routes like the pass over everything.
-    from redraft.cache import KVArena
+    from redraft.network.arena import KVArena
 
     arena = KVArena(engine.config, 1, 8, engine.dtype, engine.device)
     routes.encode(torch.tensor([prompts[0]]), arena)

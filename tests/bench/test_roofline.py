@@ -14,7 +14,7 @@ from redraft.bench.roofline import Point, Roofline, Work, check_plot, plot_roofl
 from redraft.bench.work import PARTS, encode_work, pass_work
 from redraft.config import QuantSpec
 from redraft.errors import RedraftError, UsageError
-from redraft.random_model import PRESETS
+from redraft.store.random import PRESETS
 
 H200 = Roofline(gbps=4130, tflops=762)
 

@@ -19,11 +19,11 @@ from redraft.bench.step import OURS, ReferenceStep, bench_step, expert_spec, ope
 from redraft.bench.timing import Timing
 from redraft.bench.work import PARTS, pass_work
 from redraft.config import QuantSpec
-from redraft.engine import Engine
+from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage, UsageError
-from redraft.fused import FusedModel
 from redraft.kernels.norms import rms_norm
-from redraft.random_model import PRESETS
+from redraft.network.fused import FusedModel
+from redraft.store.random import PRESETS
 
 LIMITS = Probe("test", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from redraft.config import DecodeSettings, check_seed
-from redraft.engine import Prompt
+from redraft.engine.engine import Prompt
+from redraft.engine.events import Committed, Draft, Event, Result
 from redraft.errors import UsageError
-from redraft.events import Committed, Draft, Event, Result
 
 EOS = 1
 CANVAS = 16
@@ -64,21 +64,16 @@ class FakeEngine:
             yield Draft(index, 1, [ord("?")] * len(canvas), [False] * len(canvas), 2.0)
             yield Draft(index, 2, canvas, [True] * len(canvas), 0.0)
             yield Committed(index, 2, canvas, self.decode(canvas))
-        forwards = 2 * len(canvases)
-        seconds = 0.5 + time.perf_counter() - start
         yield Result(
-            text=self.decode(tokens),
             token_ids=tokens,
+            tokens=len(tokens),
             prompt_tokens=7,
-            forwards=forwards,
-            canvases=len(canvases),
-            tokens_per_forward=len(tokens) / forwards,
             steps_per_canvas=[2] * len(canvases),
-            seconds=seconds,
-            tokens_per_second=len(tokens) / seconds,
+            seconds=0.5 + time.perf_counter() - start,
             finish_reason=finish,
             seed=seed,
             peak_memory_bytes=1000,
+            text=self.decode(tokens),
         )
 
     def _check(self, prompt: Prompt) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli.conftest import Run
 
-from redraft.ab.generate import TransformersEngine
+from redraft.evaluate.generate import TransformersEngine
 
 CHARTS = {"accuracy.png", "speed.png", "answer_time.png", "steps_and_lengths.png"}
 
@@ -102,7 +102,7 @@ def test_arms_that_do_not_fit_say_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("redraft.ab.comparison.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("redraft.evaluate.comparison.free_memory", lambda device: 1_000_000)
     args = ("ab", "random:tiny", "--tasks", "everyday", "--limit", "1", "--fixed-steps", "1")
     outcome = run(*args, "--out", str(tmp_path / "ab"))
     assert outcome.code == 0

@@ -10,7 +10,7 @@ from cli.fake_engine import EOS, FakeEngine
 from rich.console import Console
 
 from redraft.cli.live import DraftView, printable, show_live
-from redraft.events import Committed, Draft
+from redraft.engine.events import Committed, Draft
 
 ENGINE = FakeEngine()
 

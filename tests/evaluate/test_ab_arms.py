@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from redraft.ab.arms import Arm, parse_arms
 from redraft.errors import UsageError
+from redraft.evaluate.arms import Arm, parse_arms
 
 
 def one(text: str) -> Arm:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.ab.run import AbRecord
-from redraft.ab.summary import arm_figures, compare_arms, summarise_arms
+from redraft.evaluate.ab_run import AbRecord
 from redraft.evaluate.statistics import mcnemar_p, rate_ratio
+from redraft.evaluate.summary import arm_figures, compare_arms, summarise_arms
 
 
 # By hand: 2 * sum of C(n, k) for k up to the smaller count, over 2^n.

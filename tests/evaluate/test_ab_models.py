@@ -10,15 +10,15 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 import redraft
-from redraft.ab.arms import Arm, parse_arms
-from redraft.ab.generate import TransformersEngine, cut, generate_options
-from redraft.ab.models import Models, checkpoint_files, needed_bytes, stored_packed
 from redraft.config import DecodeSettings, QuantSpec
 from redraft.device import default_dtype
 from redraft.errors import UsageError
+from redraft.evaluate.arms import Arm, parse_arms
+from redraft.evaluate.generate import TransformersEngine, generate_options
+from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
 from redraft.hf.experts import W4Experts
 from redraft.quant.export import export_compressed_tensors
-from redraft.random_model import PRESETS, weight_bytes
+from redraft.store.random import PRESETS, weight_bytes
 
 CPU = torch.device("cpu")
 TINY = "random:tiny"
@@ -183,13 +183,6 @@ def test_needed_memory_counts_shared_tensors_once() -> None:
     e, h, i, layers = config.num_experts, config.hidden_size, config.moe_intermediate_size, config.num_layers
     experts = layers * e * (2 * i * (h // 2 + 4 * h // 128) + h * (i // 2 + 4 * i // 64))
     assert needed("bf16,w4,w4-turbo") == dense + experts + logits
-
-
-def test_answers_are_cut_where_ours_are() -> None:
-    settings = DecodeSettings(max_new_tokens=5, eos_token_ids=(1, 4))
-    assert cut([7, 8, 4, 9, 0, 0, 0, 0], settings) == ([7, 8, 4], "stop")
-    assert cut([7, 8, 9, 9, 9, 4, 0, 0], settings) == ([7, 8, 9, 9, 9], "length")
-    assert cut([7, 8], settings) == ([7, 8], "length")
 
 
 def test_a_flat_temperature_is_refused_before_transformers_does() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from evaluate.test_run import Echo
 
-from redraft.ab.arms import Arm, parse_arms
-from redraft.ab.models import Opened
-from redraft.ab.run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups, turns
 from redraft.config import DecodeSettings
+from redraft.engine.events import Result
 from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.ab_run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups, turns
+from redraft.evaluate.arms import Arm, parse_arms
+from redraft.evaluate.models import Opened
 from redraft.evaluate.run import item_seed
-from redraft.events import Result
 
 ARMS = [arm.resolved(False) for arm in parse_arms("bf16,w4,turbo", "demo")]
 QUESTIONS = ask([Echo()], 3, seed=5)
@@ -47,7 +47,7 @@ class FakeModels:
             else:
                 self.diary.append((arm.name, prompt, seed))
             text = f"You said: {prompt}\u2028."  # a separator that splitlines() would cut at
-            return Result(text, [5, 6], 7, 4, 1, 0.5, [4], 0.1, 20.0, "stop", seed, 0)
+            return Result([5, 6], 2, 7, [4], 0.1, "stop", seed, 0, text=text)
 
         return Opened(generate, 100, {"experts": arm.name})
 

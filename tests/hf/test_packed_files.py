@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, DiffusionGemmaFor
 from transformers.quantizers import auto
 
 import redraft
-from redraft.checkpoint import load_checkpoint, open_checkpoint
 from redraft.cli import main
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, quantization_config
+from redraft.network.weights import iter_tensors
 from redraft.quant.export import export_compressed_tensors
-from redraft.weights import iter_tensors
+from redraft.store.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, quantization_config
+from redraft.store.read import load_checkpoint, open_checkpoint
 
 SPEC = QuantSpec(16, 8)
 

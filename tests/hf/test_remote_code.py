@@ -20,10 +20,10 @@ from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusi
 from transformers.quantizers import auto
 
 import redraft
-from redraft.checkpoint import load_checkpoint, open_checkpoint
 from redraft.cli import main
 from redraft.config import TIERS, QuantSpec
 from redraft.errors import CheckpointError
+from redraft.network.weights import iter_tensors
 from redraft.quant.export import export_compressed_tensors
 from redraft.quant.remote_code import (
     COMPANION,
@@ -36,7 +36,7 @@ from redraft.quant.remote_code import (
     needed_modules,
     rewritten,
 )
-from redraft.weights import iter_tensors
+from redraft.store.read import load_checkpoint, open_checkpoint
 
 SPEC = QuantSpec(16, 8)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -174,26 +174,26 @@ def test_modules_need_transformers_and_what_it_needs_only():
 
 
 def test_imports_are_rewritten_in_their_places():
-    text = '''"""from redraft.names import x"""
+    text = '''"""from redraft.store.names import x"""
 from typing import TYPE_CHECKING
 
-from redraft.quant import dg_w4a16
+from redraft.store import dg_w4a16
 from redraft.quant.rtn import (
     quantize_experts,
     quantize_rows as rows,
 )
 
 if TYPE_CHECKING:
-    from redraft.engine import Engine
+    from redraft.engine.engine import Engine
 
 
 def f():
-    from redraft.names import part_of, DECODER
+    from redraft.store.names import part_of, DECODER
 
     return part_of
 '''
     assert rewritten(text).splitlines() == [
-        '"""from redraft.names import x"""',
+        '"""from redraft.store.names import x"""',
         "from typing import TYPE_CHECKING",
         "",
         "from . import redraft_quant_dg_w4a16 as dg_w4a16",

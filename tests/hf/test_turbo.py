@@ -18,7 +18,6 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 import redraft
-from redraft.checkpoint import find_checkpoint
 from redraft.config import QuantSpec
 from redraft.hf import layers
 from redraft.hf.generation import install
@@ -27,6 +26,7 @@ from redraft.hf.sampling import FusedSampler
 from redraft.kernels.experts_layout import repack
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.sampling import counter_statistics
+from redraft.store.read import find_checkpoint
 
 SPEC = QuantSpec(16, 8)
 SHAPES = {

@@ -11,8 +11,8 @@ from redraft.decode import entropy_bound
 from redraft.decode.entropy_bound import EntropyBoundDecoder, temperature
 from redraft.decode.streams import CounterStream
 from redraft.kernels.acceptance import finish_pass, start_canvas
-from redraft.kernels.decoding import CONVERGED, OUT_OF_STEPS, Canvases, DecodeSlots
 from redraft.kernels.sampling import counter_statistics, random_tokens
+from redraft.kernels.state import CONVERGED, OUT_OF_STEPS, Canvases, SlotState
 
 SEEDS = (3, -(2**40) - 1, 11)
 
@@ -30,7 +30,7 @@ def stable_order(monkeypatch):
 
 
 def make(settings, length, seeds=SEEDS, canvas=0):
-    slots, canvases = DecodeSlots.allocate(len(settings), DEVICE), Canvases.allocate(len(settings), length, DEVICE)
+    slots, canvases = SlotState.allocate(len(settings), DEVICE), Canvases.allocate(len(settings), length, DEVICE)
     for b, setting in enumerate(settings):
         slots.configure(b, setting, seeds[b], canvas_index=canvas + b)
     for tensor in (canvases.tokens, canvases.argmax, canvases.accepted, canvases.equal, canvases.status):

@@ -14,9 +14,9 @@ from redraft.kernels.experts_hopper import LARGE, SMALL, hopper_products, why_no
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
+from redraft.network.weights import DenseExperts, PackedExperts, nbytes
 from redraft.quant.rtn import quantize_experts
-from redraft.random_model import PRESETS
-from redraft.weights import DenseExperts, PackedExperts, nbytes
+from redraft.store.random import PRESETS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = replace(

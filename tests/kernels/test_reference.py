@@ -12,11 +12,11 @@ from redraft.kernels.attention import attention
 from redraft.kernels.experts import run_experts
 from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.packing import dequantize
 from redraft.kernels.rope import inverse_frequencies, rope_table, rotate
 from redraft.kernels.router import route
-from redraft.quant.packing import dequantize
+from redraft.network.weights import DenseExperts
 from redraft.quant.rtn import quantize_experts
-from redraft.weights import DenseExperts
 
 
 def test_rms_norm_by_hand():

@@ -12,7 +12,6 @@ from tolerance import DEVICE
 
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import temperature
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.philox import philox, philox_words
 from redraft.kernels.sampling import (
     SAMPLE,
@@ -25,6 +24,7 @@ from redraft.kernels.sampling import (
     sample,
     stock_statistics,
 )
+from redraft.kernels.state import SlotState
 
 SEEDS = torch.tensor([1, 2**40 + 3])
 
@@ -146,7 +146,7 @@ def test_philox_in_triton(seed):
 
 
 def make_slots(*settings, step=0, canvas=0):
-    slots = DecodeSlots.allocate(len(settings), DEVICE)
+    slots = SlotState.allocate(len(settings), DEVICE)
     for b, setting in enumerate(settings):
         slots.configure(b, setting, seed=[1, 2**40 + 3, -5][b], canvas_index=canvas + b)
         slots.step[b] = step + b

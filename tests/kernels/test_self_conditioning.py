@@ -10,7 +10,6 @@ from tolerance import DEVICE, assert_rounded_alike
 
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import temperature
-from redraft.kernels.decoding import DecodeSlots
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.sampling import probabilities, sample
 from redraft.kernels.self_conditioning import (
@@ -19,7 +18,8 @@ from redraft.kernels.self_conditioning import (
     self_condition_reference,
     soft_norm,
 )
-from redraft.weights import SelfConditioningWeights
+from redraft.kernels.state import SlotState
+from redraft.network.weights import SelfConditioningWeights
 
 EPS = 1e-6
 
@@ -35,7 +35,7 @@ def make_weights(hidden, intermediate, dtype=torch.bfloat16):
 
 
 def make_slots(steps):
-    slots = DecodeSlots.allocate(len(steps), DEVICE)
+    slots = SlotState.allocate(len(steps), DEVICE)
     for b, step in enumerate(steps):
         slots.configure(b, DecodeSettings(), seed=b)
         slots.step[b], slots.done[b] = step, 0

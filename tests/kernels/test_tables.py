@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from redraft import fused
 from redraft.errors import RedraftError
 from redraft.kernels import tables
 from redraft.kernels.attention import attention_settings
 from redraft.kernels.sampling import SAMPLE
 from redraft.kernels.tables import H200, Gpu, current_gpu, load_table, settings_for, table_path
-from redraft.random_model import PRESETS
+from redraft.network import fused
+from redraft.store.random import PRESETS
 
 
 @dataclass(frozen=True)

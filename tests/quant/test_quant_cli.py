@@ -15,7 +15,7 @@ from tiny import tiny_config
 
 from redraft.cli import main
 from redraft.quant.quantize import quantize
-from redraft.quant.workdir import partial_path
+from redraft.store.workdir import partial_path
 
 GROUPS = ["--group-gate-up", "16", "--group-down", "8"]
 

@@ -19,14 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import redraft.quant.quantize as module
-import redraft.quant.rewrite as rewrite
-from redraft.checkpoint import load_checkpoint, open_checkpoint
+import redraft.store.write as rewrite
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.packing import dequantize
+from redraft.kernels.packing import dequantize
+from redraft.network.weights import iter_tensors
 from redraft.quant.quantize import quantize
-from redraft.quant.workdir import partial_path
-from redraft.weights import iter_tensors
+from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.store.workdir import partial_path
 
 SPEC = QuantSpec(16, 8)
 KEPT, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.packing import dequantize, unpack_nibbles
+from redraft.kernels.packing import dequantize, unpack_nibbles
 from redraft.quant.report import tensor_error
 from redraft.quant.rtn import quantize_experts, quantize_rows
 

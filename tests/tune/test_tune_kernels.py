@@ -15,7 +15,7 @@ import torch
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import QuantSpec
-from redraft.random_model import PRESETS
+from redraft.store.random import PRESETS
 from redraft.tune.kernels import Trial, best, table, tune, write_table
 
 SMALL = Scale(PRESETS["tiny"], QuantSpec(), 1, 8, torch.device("cpu"))

@@ -12,8 +12,8 @@ from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.decode.entropy_bound import accept
 from redraft.kernels.acceptance import finish_pass
-from redraft.kernels.decoding import Canvases
 from redraft.kernels.sampling import random_tokens
+from redraft.kernels.state import Canvases
 
 
 def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:

@@ -17,10 +17,10 @@ from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import repack
+from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import assign_slots_reference
-from redraft.quant.dg_w4a16 import packed_bytes
-from redraft.quant.packing import dequantize
-from redraft.random_model import draw_experts, unpack_experts
+from redraft.store.dg_w4a16 import packed_bytes
+from redraft.store.random import draw_experts, unpack_experts
 
 
 def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], hopper: bool = True) -> Problem:

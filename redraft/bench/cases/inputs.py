@@ -6,7 +6,7 @@ import torch
 
 from redraft.bench.kernels import KernelCase, Scale
 from redraft.config import DecodeSettings
-from redraft.kernels.decoding import DecodeSlots
+from redraft.kernels.state import SlotState
 
 CASES: list[KernelCase] = []
 SETTINGS = DecodeSettings()
@@ -39,9 +39,9 @@ def lengths(scale: Scale) -> torch.Tensor:
     return scale.prefix - torch.arange(scale.batch, dtype=torch.int32, device=scale.device)
 
 
-def first_pass(scale: Scale) -> DecodeSlots:
+def first_pass(scale: Scale) -> SlotState:
     """Every slot in the first pass of its first canvas, under the published settings."""
-    slots = DecodeSlots.allocate(scale.batch, scale.device)
+    slots = SlotState.allocate(scale.batch, scale.device)
     for b in range(scale.batch):
         slots.configure(b, SETTINGS, seed=b)
     slots.done.zero_()

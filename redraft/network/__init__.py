@@ -1,0 +1,1 @@
+"""The network: weights, arena, the plain specification and the fused passes."""

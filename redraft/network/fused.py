@@ -1,0 +1,266 @@
+"""The network as launches over fixed buffers: what `model.py` computes, fused for a GPU.
+
+Every buffer is allocated before the first pass, and every value that changes from pass to pass is read on the device,
+so that a whole pass can be captured as a CUDA graph (`graphs.py`) and replayed. Rows of a pass are [slots * N, ...]: a
+slot holds one request, N is the canvas length in a denoise pass and the length of a prompt's piece in an encode pass.
+
+Per layer: QKV product; norms, rope and K/V into the arena in one launch; attention; output product; residual and the
+three pre-norms in one launch; then two branches that a GPU runs side by side, the dense MLP and the router with the
+experts; and one launch that sums a token's experts, norms, adds to the residual and norms for the next layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from redraft.config import LayerConfig, ModelConfig, QuantSpec
+from redraft.kernels.attention import attend, attention_scratch, attention_settings
+from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canvas_scratch, canvas_settings
+from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
+from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
+from redraft.kernels.kv_write import advance, commit_rows
+from redraft.kernels.launch import TensorDescriptor, from_hopper_on
+from redraft.kernels.mlp import gated_into, gated_product_into, product_into
+from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
+from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
+from redraft.kernels.router import route_into, router_scratch
+from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
+from redraft.kernels.tables import H200, current_gpu, settings_for
+from redraft.network.arena import SlotArena
+from redraft.network.weights import (
+    DenseExperts,
+    LayerWeights,
+    PackedExperts,
+    RepackedExperts,
+    SelfConditioningWeights,
+    Weights,
+)
+
+
+@dataclass
+class FusedLayer:
+    """A layer's weights as the fused pass reads them."""
+
+    config: LayerConfig
+    weights: LayerWeights
+    qkv: torch.Tensor  # [(heads + 2 kv_heads) * D, H], full layers without V
+    gate_up: torch.Tensor  # [2I, H] of the dense MLP
+    experts: DenseExperts | RepackedExperts
+    inv_freq: torch.Tensor  # fp32 [D / 2]
+
+
+class FusedModel:
+    """The network of a checkpoint in BF16, ready for fused passes.
+
+    Takes `weights` over, layer by layer and without a second copy of the network: experts change to the layout of the
+    kernels, and projections of one input become views of one tensor, so that `Model` goes on working on them.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, spec: QuantSpec | None):
+        self.config, self.weights, self.spec = config, weights, spec
+        self.device = weights.embed.device
+        self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=torch.bfloat16))
+        self.layers = [self._prepare(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
+        self.conditioning_gate_up = _join(weights.self_conditioning, ["gate_proj", "up_proj"])
+        shapes = (config.hidden_size, config.moe_intermediate_size)
+        self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._shares = TensorDescriptor is not None and self.device.type == "cuda" and from_hopper_on(self.device)
+
+    @staticmethod
+    def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
+        """Whether the kernels cover these shapes."""
+        return spec is None or gemm_tiles(config, spec) is not None
+
+    def _prepare(self, layer: LayerConfig, weights: LayerWeights) -> FusedLayer:
+        if isinstance(weights.experts, PackedExperts):
+            assert self.spec is not None, "packed experts have group sizes"
+            weights.experts = repack(weights.experts, self.config, self.spec)
+        return FusedLayer(
+            config=layer,
+            weights=weights,
+            qkv=_join(weights, ["q_proj", "k_proj"] if weights.v_proj is None else ["q_proj", "k_proj", "v_proj"]),
+            gate_up=_join(weights, ["gate_proj", "up_proj"]),
+            experts=weights.experts,
+            inv_freq=inverse_frequencies(layer).to(self.device),
+        )
+
+    def embed(self, tokens: torch.Tensor, signal: torch.Tensor | None, b: Buffers, *, canvas: bool) -> None:
+        """Start a pass: tokens int64 [R] into the residual stream and the first layer's input.
+
+        canvas: with self-conditioning's post-norm, as a denoise pass; signal [R, H] or None.
+        """
+        embed_norms(
+            tokens, self.weights.embed, self.embed_scale, signal, self.config.rms_norm_eps,
+            self.weights.layers[0].input_layernorm, normed=canvas, x=b.x, next_in=b.next_in,
+        )  # fmt: skip
+
+    def run_layers(self, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
+        """All layers over the rows in `b` for the slots of `arena`; b.next_in is then the final norm's output."""
+        norms = [w.input_layernorm for w in self.weights.layers[1:]] + [self.weights.norm]
+        for index, (layer, next_weight) in enumerate(zip(self.layers, norms, strict=True)):
+            self.attention(index, b, arena, causal=causal)
+            self.feed_forward(layer, b, next_weight, causal=causal)
+
+    def attention(self, index: int, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
+        """From a layer's normed input to b.delta, the attention's output product."""
+        layer, kv = self.layers[index], arena.layers[index]
+        h, w = b.heads[layer.config.kind], layer.weights
+        torch.mm(b.next_in, layer.qkv.t(), out=h.qkv)
+        qkv_norm_rope(
+            h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, self.config.rms_norm_eps,
+            q_out=h.q, keys=kv.keys, values=kv.values, rows_cap=kv.rows_cap,
+        )  # fmt: skip
+        if h.canvas is not None and not causal:
+            attend_canvas(
+                h.q, kv.keys, kv.values, arena.length, kv.rows_cap,
+                out=h.out, scratch=h.canvas, settings=h.canvas_settings,
+            )  # fmt: skip
+        else:
+            attend(
+                h.q, kv.keys, kv.values, arena.length, kv.rows_cap, causal,
+                self.config.sliding_window if kv.ring else None,
+                out=h.out, scratch=h.scratch, settings=h.settings,
+            )  # fmt: skip
+        torch.mm(h.out, w.o_proj.t(), out=b.delta)
+
+    def feed_forward(self, layer: FusedLayer, b: Buffers, next_weight: torch.Tensor, *, causal: bool) -> None:
+        """From b.delta to the residual stream and the next layer's normed input."""
+        self.join_attention(layer, b)
+        with self._beside():
+            self.dense(layer, b)
+        # Not on the second stream: there the dense MLP would start later, and the experts find its blocks in their way.
+        prepare_rows(b.expert_in, b.experts)
+        self.route(layer, b)
+        rows = expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
+        self._rejoin()
+        self.join_feed_forward(layer, b, rows, next_weight, causal=causal)
+
+    def join_attention(self, layer: FusedLayer, b: Buffers) -> None:
+        """Add the attention's output to the residual stream, and norm it for what follows."""
+        w = layer.weights
+        residual_norms(
+            b.x, b.delta, w.post_attention_layernorm, w.pre_feedforward_layernorm, w.pre_feedforward_layernorm_2,
+            w.router_scale, self.config.rms_norm_eps, dense_in=b.dense_in, expert_in=b.expert_in, router_in=b.router_in,
+            group_sums=b.group_sums, group_size=b.group,
+        )  # fmt: skip
+
+    def join_feed_forward(
+        self, layer: FusedLayer, b: Buffers, rows: torch.Tensor, next_weight: torch.Tensor, *, causal: bool
+    ) -> None:
+        """Add b.dense and the experts' rows [R * k, H] to the residual stream, and norm it for the next layer."""
+        w = layer.weights
+        combine_norms(
+            b.x, b.dense, rows, b.assigned.slot_of, b.routing, w.post_feedforward_layernorm_1,
+            w.post_feedforward_layernorm_2, w.post_feedforward_layernorm,
+            w.encoder_scalar if causal else w.decoder_scalar, next_weight, self.config.rms_norm_eps, next_in=b.next_in,
+        )  # fmt: skip
+
+    def dense(self, layer: FusedLayer, b: Buffers) -> None:
+        """The dense MLP: two launches that leave room beside them, or with more than one canvas the library's three."""
+        if self._shares and b.dense_in.shape[0] <= self.config.canvas_length:
+            gated_product_into(b.dense_in, layer.gate_up, b.inner)
+            product_into(b.inner, layer.weights.down_proj, b.dense)
+            return
+        torch.mm(b.dense_in, layer.gate_up.t(), out=b.gate_up)
+        gated_into(b.gate_up, b.inner)
+        torch.mm(b.inner, layer.weights.down_proj.t(), out=b.dense)
+
+    def route(self, layer: FusedLayer, b: Buffers) -> None:
+        """Choose every row's experts and put the rows of an expert side by side."""
+        w, config = layer.weights, self.config
+        route_into(
+            b.router_in, w.router_proj, w.per_expert_scale, config.top_k_experts,
+            weights=b.routing, experts=b.chosen, scratch=b.router_scratch,
+        )  # fmt: skip
+        assign_slots(b.chosen, config.num_experts, b.tile_rows, **vars(b.assigned), counts=b.counts)
+
+    def commit(self, arena: SlotArena, count: torch.Tensor) -> None:
+        """Make the first count[slot] in-flight rows, int32 [slots], part of every layer's prefix."""
+        for kv in arena.layers:
+            commit_rows(kv.keys, kv.values, arena.length, count, kv.rows_cap, ring=kv.ring)
+        advance(arena.length, count)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch on a second stream what does not need the launches that follow."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _rejoin(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+
+def _join(weights: LayerWeights | SelfConditioningWeights, names: list[str]) -> torch.Tensor:
+    """The named matrices stacked by rows; the fields become views of the stack."""
+    joined = torch.cat([getattr(weights, name) for name in names])
+    start = 0
+    for name in names:
+        rows = getattr(weights, name).shape[0]
+        setattr(weights, name, joined[start : start + rows])
+        start += rows
+    return joined
+
+
+class Buffers:
+    """Everything a pass over `slots` x `count` rows writes on its way, allocated once."""
+
+    def __init__(self, model: FusedModel, slots: int, count: int, device: torch.device | None = None):
+        """device: another than the model's, to count bytes without allocating them."""
+        config, spec, device = model.config, model.spec, device or model.device
+        rows, hidden, top_k = slots * count, config.hidden_size, config.top_k_experts
+
+        def bf16(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+        self.slots, self.count = slots, count
+        self.x, self.next_in, self.delta, self.dense = (bf16(rows, hidden) for _ in range(4))
+        self.dense_in, self.expert_in, self.router_in = (bf16(rows, hidden) for _ in range(3))
+        self.gate_up, self.inner = bf16(rows, 2 * config.intermediate_size), bf16(rows, config.intermediate_size)
+        # BF16 experts do not read the group sums; any group that tiles a row will do.
+        self.group = spec.group_gate_up if spec else math.gcd(hidden, 128)
+        self.group_sums = torch.empty(rows, hidden // self.group, dtype=torch.float32, device=device)
+        self.routing = torch.empty(rows, top_k, dtype=torch.float32, device=device)
+        self.chosen = torch.empty(rows, top_k, dtype=torch.int32, device=device)
+        self.experts = None
+        if spec is not None:
+            width, products = config.moe_intermediate_size, model.expert_products
+            self.experts = expert_buffers(rows, top_k, config.num_experts, hidden, width, spec, device, products)
+        self.tile_rows = self.experts.tile_rows if self.experts else TILE_ROWS
+        self.assigned = empty_slots(rows, top_k, config.num_experts, self.tile_rows, device)
+        self.counts = counts_scratch(rows, top_k, config.num_experts, device)
+        self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
+        kinds = {layer.kind: layer for layer in config.layers}
+        self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
+
+
+class HeadBuffers:
+    """Attention buffers of one kind of layer: kinds differ in the number and size of their heads."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, slots: int, count: int, device: torch.device):
+        heads, kv, dim = config.num_heads, layer.num_kv_heads, layer.head_dim
+        parts = heads + (2 * kv if layer.kind == "sliding" else kv)
+        self.qkv = torch.empty(slots * count, parts * dim, dtype=torch.bfloat16, device=device)
+        self.q = torch.empty(slots, heads, count, dim, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(slots * count, heads * dim, dtype=torch.bfloat16, device=device)
+        gpu = current_gpu() or H200
+        default = attention_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
+        self.settings = settings_for(f"attention.{layer.kind}", default, gpu, fit=False)
+        self.scratch = attention_scratch(slots, heads, count, dim, self.settings, device)
+        self.canvas_settings = canvas_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
+        self.canvas: CanvasScratch | None = None
+
+    def plan_canvases(self, rows_cap: int) -> None:
+        """Scratch for the faster attention of denoise passes over prefixes of at most rows_cap stored rows."""
+        slots, heads, count, _ = self.q.shape
+        self.canvas = canvas_scratch(slots, heads, count, rows_cap, self.canvas_settings, self.q.device)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: finding, reading and writing them, one file per format."""

@@ -1,0 +1,255 @@
+"""The file format compressed-tensors `pack-quantized`, 4 bits in groups: names, configuration, packing, reading.
+
+vLLM, llm-compressor and transformers exchange it. Every expert's projection is a Linear of its own, N rows of K
+weights, below `<...>layers.L.experts.E.{gate,up,down}_proj.`:
+
+    weight_packed      int32 [N, K/8]   nibble k % 8 of word k // 8 is q[k], in 0..15
+    weight_scale       BF16  [N, K/G]   fp16 and fp32 are read too
+    weight_zero_point  int32 [N/8, K/G] asymmetric only: nibble n % 8 of word n // 8 is row n's z, in 0..15
+    weight_shape       int64 [2]        N, K
+
+A weight is (q - z) * s; without zero points z is 8. (The library counts q and z from -8 and stores them plus 8.)
+
+What Redraft writes has BF16 scales, because engines that run in BF16 round others when they load them, and only such
+that fp16 holds as well, which is what `PackedExperts` stores: the weights are the same everywhere. Scales are rounded
+to nearest and q and z computed from the rounded ones. Measured on 1024 x 2816 BF16 matrices (SQNR in dB, groups of
+64 / 32; `dg-w4a16-v1` with its real zero points: Gaussian 20.95 / 22.12, Student-t with 4 degrees 18.58 / 20.58):
+
+    asymmetric, z = round(-lo / s), s = (hi - lo) / 15    20.82 / 21.85    18.48 / 20.31
+    asymmetric, s widened until no end saturates          20.58 / 21.67    18.20 / 20.07
+    symmetric, s = max(hi / 7, -lo / 8)                   19.81 / 20.73    16.42 / 18.14
+    symmetric, s = max(hi, -lo) / 7.5                     19.77 / 20.46    16.30 / 17.82
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from redraft.config import ModelConfig, QuantSpec
+from redraft.errors import CheckpointError, UsageError
+from redraft.kernels.packing import pack_nibbles, unpack_nibbles
+from redraft.network.weights import PackedExperts
+from redraft.store.names import DECODER
+
+FORMAT = "compressed-tensors"
+PACKING = "pack-quantized"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SCALES = ("BF16", "F16", "F32")  # safetensors dtypes read
+SMALLEST_SCALE = 2.0**-17  # from here on fp16 holds every BF16 number
+LARGEST_SCALE = 65280.0  # the largest BF16 number that fp16 holds
+# Every Linear that is not an expert, on both sides and in the vision tower.
+IGNORE = (
+    "lm_head",
+    r"re:.*\.self_attn\.[qkvo]_proj.*",
+    r"re:.*\.mlp\.(gate|up|gate_up|down)_proj.*",
+    r"re:.*\.router\.proj$",
+    r"re:.*\.self_conditioning\..*",
+    r"re:.*vision_tower\..*",
+    r"re:.*embed_vision\..*",
+)
+# What a group of the configuration must say; a key that is absent means the first value.
+_WEIGHTS = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "actorder": (None, "weight", "static"),
+    "dynamic": (False,),
+    "block_structure": (None,),
+}
+
+
+_Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8 [N, K/2], scale and zero fp16 [N, K/G]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Weights a group, and whether zero points are absent (symmetric)."""
+
+    group: int
+    symmetric: bool
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.group, self.group)
+
+
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """`quantization_config` for config.json."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "group",
+        "group_size": scheme.group,
+        "dynamic": False,
+        "actorder": None,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": FORMAT,
+        "format": PACKING,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(IGNORE),
+        "kv_cache_scheme": None,
+    }
+
+
+def read_scheme(where: str, quantization: Mapping[str, Any]) -> Scheme:
+    """The scheme a `quantization_config` describes. Raises CheckpointError naming `where` and the field not read."""
+
+    def refuse(field: str, found: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{where}: quantization_config.{field} is {found!r}; Redraft reads {expected}")
+
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise refuse("config_groups", groups, "one group, the experts'")
+    ((name, group),) = groups.items()
+    place = f"config_groups.{name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise refuse(place, group, "groups with weights")
+    form = group.get("format") or quantization.get("format")
+    if form != PACKING:
+        raise refuse("format", form, f"{PACKING!r} only")
+    for key in ("input_activations", "output_activations"):
+        if group.get(key):
+            raise refuse(f"{place}.{key}", group[key], "weights-only quantisation")
+    for key, accepted in _WEIGHTS.items():
+        if weights.get(key, accepted[0]) not in accepted:
+            raise refuse(f"{place}.weights.{key}", weights[key], " or ".join(map(repr, accepted)))
+    size, symmetric = weights.get("group_size"), weights.get("symmetric", True)
+    if not isinstance(size, int) or size < 8 or size % 8:
+        raise refuse(f"{place}.weights.group_size", size, "multiples of 8")
+    return Scheme(size, bool(symmetric))
+
+
+def tensor_name(layer: int, expert: int, projection: str, key: str) -> str:
+    """Canonical name of one stored tensor; key without the leading `weight_`."""
+    return f"{DECODER}layers.{layer}.experts.{expert}.{projection}.weight_{key}"
+
+
+def matrix_shape(config: ModelConfig, projection: str) -> tuple[int, int]:
+    """(rows, columns) of one expert's projection."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    return (hidden, inner) if projection == "down_proj" else (inner, hidden)
+
+
+def check_fit(config: ModelConfig, scheme: Scheme, where: str) -> None:
+    """Raise UsageError naming `where` unless groups and words divide the experts' dimensions."""
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % scheme.group:
+            raise UsageError(f"{where}: groups of {scheme.group} do not divide {name} {getattr(config, name)}")
+
+
+def expected_experts(config: ModelConfig, scheme: Scheme) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Canonical name -> (dtypes accepted, shape) of every stored expert tensor."""
+    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    for projection in PROJECTIONS:
+        rows, width = matrix_shape(config, projection)
+        keys: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+            "packed": (("I32",), (rows, width // 8)),
+            "scale": (SCALES, (rows, width // scheme.group)),
+            "shape": (("I64", "I32"), (2,)),
+        }
+        if not scheme.symmetric:
+            keys["zero_point"] = (("I32",), (rows // 8, width // scheme.group))
+        for layer in range(config.num_layers):
+            for expert in range(config.num_experts):
+                for key, entry in keys.items():
+                    expected[tensor_name(layer, expert, projection, key)] = entry
+    return expected
+
+
+def layer_bytes(config: ModelConfig, scheme: Scheme) -> int:
+    """Bytes of one layer's experts as `pack` stores them."""
+    total = 0
+    for rows, width in (matrix_shape(config, projection) for projection in PROJECTIONS):
+        groups = rows * width // scheme.group
+        total += rows * width // 2 + 2 * groups + 16 + (0 if scheme.symmetric else groups // 2)
+    return config.num_experts * total
+
+
+def pack(weight: torch.Tensor, scheme: Scheme, where: str) -> dict[str, torch.Tensor]:
+    """Round one matrix, any float dtype [N, K], to nearest and pack it: {packed, scale, shape[, zero_point]}.
+
+    Raises CheckpointError naming `where` when a weight is not finite or too large for the scales.
+    """
+    w = weight.float().unflatten(-1, (-1, scheme.group))
+    lo, hi = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+    # Tensors and not numbers, which CUDA would turn into products with inexact reciprocals.
+    if scheme.symmetric:
+        step = torch.maximum(hi / hi.new_tensor(7.0), -lo / lo.new_tensor(8.0))
+    else:
+        step = (hi - lo) / hi.new_tensor(15.0)
+    if not bool((step <= LARGEST_SCALE).all()):
+        bad = "not all finite" if not bool(torch.isfinite(weight).all()) else "too large for the scales of 4 bits"
+        raise CheckpointError(f"{where}: its weights are {bad}")
+    scale = step.clamp(min=SMALLEST_SCALE).to(torch.bfloat16)
+    s = scale.float()
+    zero = torch.full_like(s, 8.0) if scheme.symmetric else (-lo / s).round_().clamp_(0, 15)
+    q = (w / s.unsqueeze(-1)).add_(zero.unsqueeze(-1)).round_().clamp_(0, 15)
+    packed = {
+        "packed": _words(q.flatten(-2).to(torch.uint8)),
+        "scale": scale,
+        "shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+    if not scheme.symmetric:
+        packed["zero_point"] = _words(zero.T.to(torch.uint8)).T.contiguous()
+    return packed
+
+
+def _words(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 [R, K] of values 0..15 -> int32 [R, K/8]: a word's bytes, lowest first, are pairs of nibbles."""
+    packed = pack_nibbles(nibbles)
+    return packed.flatten().view(torch.int32).view(packed.shape[0], -1)
+
+
+def read_experts(
+    read: Callable[[str], torch.Tensor], config: ModelConfig, layer: int, symmetric: bool, where: str
+) -> PackedExperts:
+    """One layer's experts, the same weights bit for bit; `read` returns a tensor by canonical name.
+
+    Raises CheckpointError naming `where` and the tensor when fp16, in which PackedExperts stores scales, does not hold
+    a scale exactly, or `weight_shape` contradicts config.json.
+    """
+    parts: dict[str, list[_Matrix]] = {projection: [] for projection in PROJECTIONS}
+    for projection, matrices in parts.items():
+        shape = matrix_shape(config, projection)
+        for expert in range(config.num_experts):
+            stored = {key: read(tensor_name(layer, expert, projection, key)) for key in _keys(symmetric)}
+            try:
+                matrices.append(_read_matrix(stored, shape))
+            except ValueError as e:
+                raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
+    pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+    gate_up = [tuple(map(torch.cat, zip(gate, up, strict=True))) for gate, up in pairs]
+    return PackedExperts(
+        *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
+    )
+
+
+def _keys(symmetric: bool) -> tuple[str, ...]:
+    return ("packed", "scale", "shape") if symmetric else ("packed", "scale", "shape", "zero_point")
+
+
+def _read_matrix(stored: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> _Matrix:
+    """Nibbles, scales and zeros of one matrix. Raises ValueError that begins with the key at fault."""
+    if tuple(stored["shape"].tolist()) != shape:
+        raise ValueError(f"shape says {stored['shape'].tolist()}, config.json means {list(shape)}")
+    scale = stored["scale"].half()
+    lost = int(((scale.float() != stored["scale"].float()) | ~torch.isfinite(scale)).sum())
+    if lost:
+        raise ValueError(
+            f"scale: fp16 does not hold {lost} of its {scale.numel()} scales exactly; export the BF16 checkpoint "
+            "again, with scales in fp16, or in BF16 of at least 2^-17"
+        )
+    if "zero_point" in stored:
+        zero = unpack_nibbles(stored["zero_point"].T.contiguous().view(torch.uint8)).T.half()
+    else:
+        zero = torch.full_like(scale, 8.0)
+    return stored["packed"].view(torch.uint8), scale, zero

@@ -1,0 +1,199 @@
+"""The directory beside the target in which a checkpoint is written: locked, resumable, renamed when complete."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from safetensors import SafetensorError
+
+from redraft.config import read_json
+from redraft.errors import CheckpointError, UsageError
+from redraft.store.tensorfile import file_sha256
+
+PROGRESS = "progress.json"
+LOCK = "lock"
+_OWN = (PROGRESS, f"{PROGRESS}.new", LOCK)
+
+
+def partial_path(dst: str | Path) -> Path:
+    """Where unfinished work for the target `dst` is kept."""
+    target = Path(dst).expanduser().resolve()
+    return target.parent / f".{target.name}.partial"
+
+
+def restore_replaced(target: Path) -> None:
+    """Put back what `publish` had moved aside when the process died between its two renames."""
+    replaced = _replaced_path(target)
+    if replaced.is_dir() and not target.exists():
+        replaced.rename(target)
+
+
+def _replaced_path(target: Path) -> Path:
+    return target.parent / f".{target.name}.replaced"
+
+
+class WorkDir:
+    """Unfinished work for one target, as a context manager that holds a lock on it.
+
+    `records` describes the files that are finished: {"bytes", "sha256", ...} by file name. `need` is how many bytes
+    are still to be written. Failures of the file system become one CheckpointError with the numbers.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.path = partial_path(target)
+        self.records: dict[str, dict[str, Any]] = {}
+        self.need = 0
+        self._fingerprint = ""
+        self._owned = False  # known to hold nothing but our own files
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("w")
+        try:
+            # The lock ends with the process, however it ends: a killed one leaves none behind.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise UsageError(f"{self.path}: another process is writing the same target") from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None and self._owned:
+            self._discard_unfinished()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _discard_unfinished(self) -> None:
+        """Remove half-written files, which may be what fills the disk, and an empty directory."""
+        for entry in self._strangers():
+            entry.unlink(missing_ok=True)
+        if not self.records:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _strangers(self) -> list[Path]:
+        """Entries that are neither recorded nor this class's own."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p for p in self.path.iterdir() if p.name not in self.records and p.name not in _OWN)
+
+    def resume(self, fingerprint: str, files: set[str]) -> None:
+        """Keep those of `files` that an earlier run with the same fingerprint finished, and remove all else."""
+        self._fingerprint = fingerprint
+        if (self.path / PROGRESS).exists():
+            self.records = self._usable_records(files)
+        elif strangers := self._strangers():
+            raise CheckpointError(f"{strangers[0]}: not written by Redraft; move {self.path.name} out of the way")
+        with self.writing():
+            for entry in self._strangers():
+                entry.unlink()
+            self._save()
+        self._owned = True
+
+    def _usable_records(self, files: set[str]) -> dict[str, dict[str, Any]]:
+        try:
+            saved = read_json(self.path / PROGRESS)
+            if saved["fingerprint"] != self._fingerprint:
+                return {}
+            return {file: r for file, r in saved["files"].items() if file in files and self._intact(file, r)}
+        except (CheckpointError, KeyError, TypeError, AttributeError):
+            return {}  # an unreadable record is no record
+
+    def _intact(self, file: str, record: dict[str, Any]) -> bool:
+        path = self.path / file
+        return path.is_file() and path.stat().st_size == record["bytes"] and file_sha256(path) == record["sha256"]
+
+    def record(self, file: str, facts: dict[str, Any]) -> None:
+        """Mark a written file as finished, after it has reached the disk."""
+        path = self.path / file
+        with self.writing():
+            shutil.copymode(self.path / PROGRESS, path)  # safetensors lets only the owner read what it writes
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+            self.records[file] = {"bytes": path.stat().st_size, "sha256": file_sha256(path), **facts}
+            self._save()
+
+    def _save(self) -> None:
+        content = {"fingerprint": self._fingerprint, "files": self.records}
+        write_json(self.path / f"{PROGRESS}.new", content)
+        (self.path / f"{PROGRESS}.new").replace(self.path / PROGRESS)
+
+    def check_space(self) -> None:
+        """Raise CheckpointError when the disk cannot hold what is still to be written."""
+        if shutil.disk_usage(self.path).free < self.need:
+            raise self._full()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a failure of the file system inside the block into one CheckpointError."""
+        try:
+            yield
+        except (OSError, SafetensorError) as e:
+            if _errno(e) in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full() from e
+            reason = os.strerror(e.errno) if isinstance(e, OSError) and e.errno else e
+            raise CheckpointError(f"{self.target}: cannot be written ({reason}); choose another place") from e
+
+    def _full(self) -> CheckpointError:
+        free = shutil.disk_usage(self.path).free
+        kept = f"; {len(self.records)} finished files are kept in {self.path.name}" if self.records else ""
+        return CheckpointError(
+            f"{self.target}: the disk is too small: {self.need:,} more bytes are needed, {free:,} are free{kept}; "
+            "make room and run the same again"
+        )
+
+    def publish(self) -> None:
+        """Give the directory its final name, in place of what has that name now."""
+        replaced = _replaced_path(self.target)
+        with self.writing():
+            _sync_dir(self.path)
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            if self.target.exists():
+                self.target.rename(replaced)
+            try:
+                self.path.rename(self.target)
+            except BaseException:
+                restore_replaced(self.target)
+                raise
+            shutil.rmtree(replaced, ignore_errors=True)
+            _sync_dir(self.target.parent)
+            for name in (PROGRESS, LOCK):
+                (self.target / name).unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file and wait until it has reached the disk."""
+    with path.open("w", encoding="utf-8") as f:
+        json.dump(content, f, indent=1, allow_nan=False)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_dir(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _errno(error: OSError | SafetensorError) -> int | None:
+    """The errno; a SafetensorError carries it only as text, whose wording depends on the version."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"(?:os error |code: )(\d+)", str(error))
+    return int(found[1]) if found else None

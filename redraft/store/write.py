@@ -1,0 +1,180 @@
+"""A checkpoint made from another one, file by file: resumable, under its final name only when complete.
+
+`quantize`, `export` and `merge-lora` all write through here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from redraft.errors import UsageError
+from redraft.store.dg_w4a16 import MANIFEST
+from redraft.store.read import INDEX, CheckpointFiles, Progress
+from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
+from redraft.store.workdir import WorkDir, restore_replaced, write_json
+from redraft.version import __version__
+
+Facts = dict[str, Any]
+Made = tuple[dict[str, torch.Tensor], Facts]
+
+SHARD_BYTES = 2_000_000_000  # also what is held in memory while it is written; one layer of BF16 experts is 1.5 GB
+SINGLE = "model.safetensors"
+SIDE_FILES = (
+    "config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja",
+    "chat_template.json", "*processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_SPARE_BYTES = 1 << 20  # for headers and the JSON files written here
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight file of the new checkpoint: its name, the bytes of its tensors, and how these are made.
+
+    `make` returns tensors by canonical name, on the CPU, and JSON-ready facts for the report, which are kept beside
+    the file when work is resumed.
+    """
+
+    file: str
+    bytes: int
+    make: Callable[[], Made]
+
+
+def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
+    """Split into what files of at most SHARD_BYTES hold, in the given order."""
+    files: list[dict[str, TensorInfo]] = [{}]
+    size = 0
+    for name, info in tensors.items():
+        if files[-1] and size + info.nbytes > SHARD_BYTES:
+            files.append({})
+            size = 0
+        size += info.nbytes
+        files[-1][name] = info
+    return files
+
+
+def shard_name(number: int, count: int) -> str:
+    """transformers' name of the file `number` of `count`, counted from 1, which an index lists."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def copy_part(source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo]) -> Part:
+    """A part that holds tensors of the source, by canonical name, as they are."""
+    return Part(
+        file, sum(info.nbytes for info in infos.values()), lambda: ({name: source.read(name) for name in infos}, {})
+    )
+
+
+def write_checkpoint(
+    source: CheckpointFiles,
+    target: Path,
+    parts: Sequence[Part],
+    identity: object,
+    *,
+    describe: Callable[[list[Facts]], Mapping[str, Any]] = lambda facts: {},
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> list[Facts]:
+    """Write `parts` and the source's other files to the directory `target`; returns the facts of every part.
+
+    A single part must be called SINGLE; several are listed in an index. describe: from the facts, further files by
+    name, text or JSON-ready, which take the place of the source's. identity: anything JSON-ready that, with the
+    source's weight files, decides the result; a call with the same one goes on where an earlier one was interrupted.
+    Whatever stops the work, exceptions of `progress(done, total)` included, leaves nothing under `target` before all of
+    it is complete.
+
+    Raises UsageError when `target` cannot be the target, CheckpointError when it cannot be written or is too small.
+    """
+    target = target.expanduser().resolve()
+    restore_replaced(target)
+    _check_target(target, source.path.resolve(), overwrite)
+    with WorkDir(target) as work:
+        work.resume(_fingerprint(source, identity), {part.file for part in parts})
+        work.need = sum(part.bytes for part in parts if part.file not in work.records) + _SPARE_BYTES
+        work.need += sum(file.stat().st_size for file in _side_files(source))
+        work.check_space()
+        for count, part in enumerate(parts, 1):
+            if part.file not in work.records:
+                _write_part(work, part)
+                work.need -= part.bytes
+            if progress is not None:
+                progress(count, len(parts))
+        facts = [work.records[part.file]["facts"] for part in parts]
+        described = describe(facts)
+        with work.writing():
+            _write_side_files(work, source, described)
+        work.publish()
+    return facts
+
+
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    if target == source or target in source.parents or source in target.parents:
+        raise UsageError(f"{target}: lies within the source {source} or holds it; choose another directory")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target}: is a file; choose a directory")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{target}: exists and is not empty; choose another directory or ask to overwrite it")
+    if not (target / "config.json").exists():
+        raise UsageError(
+            f"{target}: holds no checkpoint (no config.json), so it is not overwritten; choose another one"
+        )
+
+
+def _fingerprint(source: CheckpointFiles, identity: object) -> str:
+    """Changes with the source's weight files, the identity and the version of the code."""
+    infos = [info for places in source.text.values() for info in places] + list(source.extras.values())
+    stats = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in {info.file for info in infos})
+    return hashlib.sha256(json.dumps([__version__, identity, stats]).encode()).hexdigest()
+
+
+def _write_part(work: WorkDir, part: Part) -> None:
+    tensors, facts = part.make()
+    path = work.path / part.file
+    with work.writing():
+        save_file(tensors, path, metadata={"format": "pt"})
+    entries = {info.name: _entry(info, tensors[info.name]) for info in read_header(path)}
+    work.record(part.file, {"tensors": entries, "facts": facts})
+
+
+def _entry(info: TensorInfo, tensor: torch.Tensor) -> Facts:
+    """A tensor's line in the manifest."""
+    digest = tensor_sha256(tensor)
+    return {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape), "sha256": digest}
+
+
+def _side_files(source: CheckpointFiles) -> set[Path]:
+    return {file for pattern in SIDE_FILES for file in source.path.glob(pattern) if file.is_file()}
+
+
+def _write_side_files(work: WorkDir, source: CheckpointFiles, described: Mapping[str, Any]) -> None:
+    """Everything beside the weights: copies, what is described, index, and last the manifest over all of it."""
+    copied = {file.name for file in _side_files(source)} - described.keys()
+    for name in copied:
+        shutil.copyfile(source.path / name, work.path / name)
+    records = sorted(work.records.items())  # a resumed run may have finished them in another order
+    tensors = {name: entry for _, record in records for name, entry in record["tensors"].items()}
+    written = dict(described)
+    if SINGLE not in work.records:
+        total = sum(info.nbytes for file, _ in records for info in read_header(work.path / file))
+        weight_map = {name: entry["file"] for name, entry in tensors.items()}
+        written[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, content in written.items():
+        if isinstance(content, str):
+            (work.path / name).write_text(content, encoding="utf-8")
+        else:
+            write_json(work.path / name, content)
+    files: dict[str, Facts] = {file: {"bytes": record["bytes"]} for file, record in records}
+    for name in sorted(copied | written.keys()):
+        path = work.path / name
+        files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    write_json(work.path / MANIFEST, {"files": files, "tensors": tensors})

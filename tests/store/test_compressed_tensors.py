@@ -1,0 +1,323 @@
+"""compressed-tensors files: the library reads what is written to the same values, and the loader what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model, tiny_tokenizer
+
+import redraft
+from redraft.cli import main
+from redraft.errors import CheckpointError, UsageError
+from redraft.kernels.packing import dequantize
+from redraft.network.weights import PackedExperts, iter_tensors
+from redraft.quant.export import export_compressed_tensors
+from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, Scheme, pack, quantization_config
+from redraft.store.names import canonical_name, expert_names
+from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.store.workdir import partial_path
+
+EXPERT = "model.decoder.layers.1.experts.2"
+SCALE = f"{EXPERT}.up_proj.weight_scale"
+KEPT = "model-00004-of-00004.safetensors"  # after one file for each of three layers
+
+
+@pytest.fixture(scope="module")
+def bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BF16 checkpoint whose experts divide into groups of 64 and 32."""
+    path = tmp_path_factory.mktemp("bf16")
+    tiny_model(hidden_size=128, moe_intermediate_size=64).bfloat16().save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=[(64, False), (32, False), (64, True), (32, True)])
+def exported(request: pytest.FixtureRequest, bf16_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    group, symmetric = request.param
+    path = tmp_path_factory.mktemp("exported") / "ct"
+    export_compressed_tensors(bf16_dir, path, group=group, symmetric=symmetric)
+    return path
+
+
+@pytest.fixture
+def copy(bf16_dir: Path, tmp_path: Path) -> Path:
+    """An export to damage."""
+    path = tmp_path / "ct"
+    export_compressed_tensors(bf16_dir, path, group=32)
+    (path / "manifest.json").unlink()
+    return path
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def replace_tensor(path: Path, name: str, tensor: torch.Tensor) -> None:
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    file = path / index["weight_map"][name]
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+
+
+def edit_config(path: Path, change) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def expert_matrices(experts: PackedExperts, expert: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    gate, up = dequantize(experts.gu_q[expert], experts.gu_s[expert], experts.gu_z[expert], dtype).chunk(2)
+    down = dequantize(experts.dn_q[expert], experts.dn_s[expert], experts.dn_z[expert], dtype)
+    return {"gate_proj": gate, "up_proj": up, "down_proj": down}
+
+
+def library_scheme(path: Path):
+    """The library's own reading of config.json."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    return quantization.QuantizationConfig.model_validate(config).config_groups["group_0"]
+
+
+def library_weights(path: Path, tensors: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+    """One Linear decompressed by the library."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+
+    state = {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
+    return PackedQuantizationCompressor.decompress(state, library_scheme(path))["weight"]
+
+
+class TestWrite:
+    def test_library_reads_the_same_values(self, exported: Path):
+        tensors, loaded = stored(exported), load_checkpoint(exported)
+        for layer, weights in enumerate(loaded.weights.layers):
+            for expert in (0, 7):
+                for projection, ours in expert_matrices(weights.experts, expert, torch.bfloat16).items():
+                    prefix = f"model.decoder.layers.{layer}.experts.{expert}.{projection}"
+                    theirs = library_weights(exported, tensors, prefix)
+                    assert theirs.dtype == torch.bfloat16 and torch.equal(theirs, ours), prefix
+
+    def test_library_packs_the_same_words(self, exported: Path, bf16_dir: Path):
+        """From the same scales and zero points the library rounds and packs to the same bits."""
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import PackedQuantizationCompressor
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        tensors, prefix = stored(exported), f"{EXPERT}.down_proj"
+        weight = load_checkpoint(bf16_dir, "bf16", torch.float32).weights.layers[1].experts.down[2]
+        state = {"weight": weight, "weight_scale": tensors[f"{prefix}.weight_scale"].float()}
+        if f"{prefix}.weight_zero_point" in tensors:
+            zero, shape = tensors[f"{prefix}.weight_zero_point"], state["weight_scale"].shape
+            state["weight_zero_point"] = unpack_from_int32(zero, 4, shape, packed_dim=0)
+        packed = PackedQuantizationCompressor.compress(state, library_scheme(exported))
+        for key in packed.keys() - {"weight_scale"}:
+            assert torch.equal(packed[key], tensors[f"{prefix}.{key}"]), key
+
+    def test_ignore_list_covers_all_but_experts(self):
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.utils import is_match
+
+        ignore = quantization_config(Scheme(64, True))["ignore"]
+        linears = [(n, m) for n, m in tiny_model().named_modules() if isinstance(m, torch.nn.Linear)]
+        assert len(linears) > 50 and all(is_match(name, module, ignore) for name, module in linears)
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            for side in ("decoder", "encoder.language_model"):
+                assert not is_match(f"model.{side}.layers.0.experts.3.{projection}", torch.nn.Linear(1, 1), ignore)
+
+    def test_names_shapes_and_dtypes(self, bf16_dir: Path, copy: Path):
+        tensors = stored(copy)
+        found = {n.removeprefix(f"{EXPERT}.down_proj."): t for n, t in tensors.items() if f"{EXPERT}.down_proj" in n}
+        assert {key: (t.dtype, tuple(t.shape)) for key, t in found.items()} == {
+            "weight_packed": (torch.int32, (128, 8)),
+            "weight_scale": (torch.bfloat16, (128, 2)),
+            "weight_zero_point": (torch.int32, (16, 2)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+        assert found["weight_shape"].tolist() == [128, 64]
+        for name, tensor in load_file(bf16_dir / "model.safetensors").items():
+            if ".experts." not in name:
+                assert torch.equal(tensors[canonical_name(name)], tensor), name
+
+    @pytest.mark.parametrize("symmetric", [False, True])
+    def test_no_weight_moves_far(self, symmetric: bool):
+        """Half a step by rounding, half a step at a saturated end, and what a BF16 scale is too small: 15 * 2^-9."""
+        weight = torch.randn(64, 256).mul(torch.logspace(-4, 4, 64)[:, None])
+        packed = pack(weight, Scheme(32, symmetric), "w")
+        zero = packed["zero_point"].T.contiguous().view(torch.uint8) if not symmetric else None
+        z = 8.0 if zero is None else torch.stack((zero & 15, zero >> 4), -1).flatten(-2).T.float().unsqueeze(-1)
+        bytes_ = packed["packed"].view(torch.uint8)
+        q = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2).unflatten(-1, (-1, 32)).float()
+        s = packed["scale"].float().unsqueeze(-1)
+        steps = ((q - z) * s - weight.unflatten(-1, (-1, 32))).abs() / s
+        assert float(steps.max()) <= 1.0 + 15 / 512
+
+    def test_asymmetric_is_the_more_accurate(self, bf16_dir: Path, tmp_path: Path):
+        errors = {
+            symmetric: export_compressed_tensors(bf16_dir, tmp_path / str(symmetric), symmetric=symmetric).tensors
+            for symmetric in (False, True)
+        }
+        assert [t.name for t in errors[False]] == [name for layer in range(3) for name in expert_names(layer)]
+        for asymmetric, symmetric in zip(errors[False], errors[True], strict=True):
+            assert 19 < symmetric.sqnr_db < asymmetric.sqnr_db < 23
+
+    def test_extreme_weights(self):
+        """Zero, tiny and huge groups get scales that BF16 and fp16 both hold; larger and broken ones are refused."""
+        weight = torch.zeros(8, 128)
+        weight[1], weight[2, 5], weight[3] = 1e-30, 15 * LARGEST_SCALE, -1e-6
+        scale = pack(weight, Scheme(32, False), "w")["scale"]
+        assert torch.equal(scale.half().float(), scale.float())
+        assert float(scale.min()) == SMALLEST_SCALE and float(scale.max()) == LARGEST_SCALE
+        weight[2, 5] = 2e6
+        with pytest.raises(CheckpointError, match="w: its weights are too large"):
+            pack(weight, Scheme(32, False), "w")
+        weight[2, 5] = torch.nan
+        with pytest.raises(CheckpointError, match="w: its weights are not all finite"):
+            pack(weight, Scheme(32, True), "w")
+
+    def test_resumes(self, bf16_dir: Path, copy: Path, tmp_path: Path):
+        """Stopped after two files, the same call writes the rest, and the result is the same bit for bit."""
+
+        def stop(done: int, total: int) -> None:
+            if done == 2:
+                raise KeyboardInterrupt
+
+        target = tmp_path / "again"
+        with pytest.raises(KeyboardInterrupt):
+            export_compressed_tensors(bf16_dir, target, group=32, progress=stop)
+        kept = {f.name: f.stat().st_mtime_ns for f in partial_path(target).glob("*.safetensors")}
+        assert len(kept) == 2 and not target.exists()
+        export_compressed_tensors(bf16_dir, target, group=32)
+        assert {name: (target / name).stat().st_mtime_ns for name in kept} == kept
+        for file in copy.iterdir():
+            assert (target / file.name).read_bytes() == file.read_bytes(), file.name
+        with pytest.raises(UsageError, match="not empty"):
+            export_compressed_tensors(bf16_dir, target, group=32)
+
+    def test_refuses_what_does_not_divide(self, tiny_dir: Path, tmp_path: Path):
+        with pytest.raises(UsageError, match="groups of 64 do not divide hidden_size 32"):
+            export_compressed_tensors(tiny_dir, tmp_path / "ct")
+        with pytest.raises(UsageError, match="group size is 128, expected 64 or 32"):
+            export_compressed_tensors(tiny_dir, tmp_path / "ct", group=128)
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestRead:
+    def test_loads(self, exported: Path):
+        loaded = load_checkpoint(exported, verify=True)
+        assert loaded.format == "compressed-tensors" and loaded.spec.group_gate_up == loaded.spec.group_down
+        experts = loaded.weights.layers[0].experts
+        assert [t.dtype for _, t in iter_tensors(experts)] == [torch.uint8, torch.float16, torch.float16] * 2
+        assert experts.gu_q.shape == (8, 128, 64) and experts.dn_q.shape == (8, 128, 32)
+
+    def test_engine_answers(self, bf16_dir: Path, copy: Path):
+        """The same tokens as the dequantised weights in plain experts give."""
+        engine = redraft.load(copy)
+        dense = redraft.load(bf16_dir, weights="bf16")
+        for plain, packed in zip(dense.model.weights.layers, engine.model.weights.layers, strict=True):
+            for e in range(8):
+                matrices = expert_matrices(packed.experts, e, torch.float32)
+                plain.experts.gate_up[e] = torch.cat((matrices["gate_proj"], matrices["up_proj"]))
+                plain.experts.down[e] = matrices["down_proj"]
+        answers = [e.generate("Ab?", seed=3, max_new_tokens=16) for e in (engine, dense)]
+        assert answers[0].text == answers[1].text
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_other_scale_dtypes(self, copy: Path, dtype: torch.dtype):
+        before = load_checkpoint(copy).weights.layers[1].experts
+        replace_tensor(copy, SCALE, stored(copy)[SCALE].to(dtype))
+        after = load_checkpoint(copy).weights.layers[1].experts
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+
+    @pytest.mark.parametrize("value", [1.0078125 * 2**-18, 1e5, float("nan"), float("inf")])
+    def test_scales_fp16_does_not_hold(self, copy: Path, value: float):
+        scale = stored(copy)[SCALE]
+        scale[0, 1] = value
+        replace_tensor(copy, SCALE, scale)
+        with pytest.raises(CheckpointError, match=rf"ct: tensor {re.escape(SCALE)}: fp16 does not hold 1 of its 256"):
+            load_checkpoint(copy)
+
+    def test_encoder_names(self, copy: Path):
+        """Files whose tensors have the encoder's names give the same experts."""
+        before = load_checkpoint(copy).weights.layers[2].experts
+        for file in copy.glob("model-0000[123]*"):
+            renamed = {
+                n.replace("model.decoder.", "model.encoder.language_model."): t for n, t in load_file(file).items()
+            }
+            save_file(renamed, file)
+        index = json.loads((copy / "model.safetensors.index.json").read_text())
+        index["weight_map"] = {
+            n if f == KEPT else n.replace("model.decoder.", "model.encoder.language_model."): f
+            for n, f in index["weight_map"].items()
+        }
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+        after = load_checkpoint(copy).weights.layers[2].experts
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda c: c.update(quant_method="gptq"), "quantised with 'gptq'"),
+            (lambda c: c.update(format="nvfp4-pack-quantized"), "quantization_config.format is 'nvfp4-pack-quantized'"),
+            (lambda c: c["config_groups"].update(group_1={}), "config_groups is"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=8), "weights.num_bits is 8"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"), "actorder is 'group'"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="channel"), "strategy is 'channel'"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=7), "group_size is 7"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=96), "groups of 96 do not divide"),
+            (lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 8}), "input_activations is"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=64), "has shape [16, 2], expected"),
+            (lambda c: c["config_groups"]["group_0"]["weights"].update(symmetric=True), "zero_point belongs to no"),
+        ],
+    )  # fmt: skip
+    def test_refuses_other_schemes(self, copy: Path, change, message: str):
+        edit_config(copy, change)
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            open_checkpoint(copy)
+
+    def test_refuses_contradicting_shape(self, copy: Path):
+        name = f"{EXPERT}.down_proj.weight_shape"
+        replace_tensor(copy, name, torch.tensor([64, 128]))
+        with pytest.raises(
+            CheckpointError, match=rf"{re.escape(name)} says \[64, 128\], config.json means \[128, 64\]"
+        ):
+            load_checkpoint(copy)
+
+    def test_missing_shard(self, copy: Path):
+        (copy / "model-00002-of-00004.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"model-00002-of-00004.safetensors: shard is missing"):
+            open_checkpoint(copy)
+
+    def test_holds_no_bf16_experts(self, copy: Path):
+        with pytest.raises(CheckpointError, match="holds 4-bit experts only"):
+            load_checkpoint(copy, "bf16")
+        with pytest.raises(CheckpointError, match=r"already packed \(compressed-tensors\)"):
+            export_compressed_tensors(copy, copy.parent / "other")
+
+
+class TestCommand:
+    def test_export(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        target = tmp_path / "ct"
+        arguments = ["export", str(bf16_dir), str(target), "--format", "compressed-tensors"]
+        assert main([*arguments, "--group-size", "32", "--symmetric", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["symmetric"] is True and result["spec"] == {"group_gate_up": 32, "group_down": 32}
+        assert len(result["tensors"]) == 6 and result["bytes_after"] < result["bytes_before"]
+        assert result["bytes_after"] == sum(t.nbytes for t in stored(target).values())
+        assert main(["inspect", str(target), "--verify"]) == 0
+        assert "compressed-tensors" in capsys.readouterr().out
+        shutil.rmtree(target)
+        assert main(arguments) == 0
+        assert "MB ->" in capsys.readouterr().out
+
+    def test_errors(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        for options, message in (
+            (["--format", "gguf"], "format is 'gguf', expected one of compressed-tensors"),
+            (["--format", "compressed-tensors", "--group-size", "16"], "group size is 16, expected 64 or 32"),
+        ):
+            assert main(["export", str(bf16_dir), str(tmp_path / "x"), *options]) == 2
+            assert message in capsys.readouterr().err and not (tmp_path / "x").exists()

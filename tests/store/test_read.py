@@ -1,0 +1,761 @@
+"""Reading checkpoints: every spelling of the names, both formats, and every kind of damage."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import published_layout, tiny_model, tiny_tokenizer
+
+import redraft.store.read as checkpoint
+from redraft.config import QuantSpec
+from redraft.errors import CheckpointError, UsageError
+from redraft.network.weights import DenseExperts, PackedExperts, iter_tensors, nbytes
+from redraft.quant.quantize import quantize
+from redraft.quant.rtn import quantize_experts
+from redraft.store.names import canonical_name, part_of
+from redraft.store.read import (
+    Checkpoint,
+    find_checkpoint,
+    load_checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+)
+from redraft.store.tensorfile import read_header
+
+SPEC = QuantSpec(16, 8)
+KEPT = "model-00001-of-00001.safetensors"  # all but the experts of a packed directory
+DEC, ENC = "model.decoder.", "model.encoder.language_model."
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "w4"
+    quantize(tiny_dir, path, SPEC)
+    return path
+
+
+@pytest.fixture
+def broken(tiny_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the plain checkpoint to damage."""
+    return Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+
+
+@pytest.fixture
+def broken_packed(packed_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packed_dir, tmp_path / "packed"))
+
+
+def rewrite(path: Path, change: Callable[[Tensors], object], file: str = "model.safetensors") -> None:
+    """Apply `change` to the tensors of a file; a new dict replaces them, None means it changed them in place."""
+    tensors = load_file(path / file)
+    result = change(tensors)
+    save_file(result if isinstance(result, dict) else tensors, path / file, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    raw = json.loads(path.read_text())
+    raw.update(changes)
+    path.write_text(json.dumps(raw))
+
+
+def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
+    left, right = dict(iter_tensors(a.weights)), dict(iter_tensors(b.weights))
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+# What transformers calls a field of LayerWeights, spelled out here: a wrong table must not agree with itself.
+HF_NAMES = {
+    **{n: f"{n}.weight" for n in (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+        "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2",
+    )},
+    **{n: f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+    **{n: f"mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")},
+    "router_proj": "router.proj.weight",
+    "router_scale": "router.scale",
+    "per_expert_scale": "router.per_expert_scale",
+}  # fmt: skip
+
+
+def test_every_weight_is_transformers_weight(tiny_dir: Path, tiny_hf):
+    state = tiny_hf.state_dict()
+    loaded = load_checkpoint(tiny_dir, "bf16", torch.float32)
+    weights = loaded.weights
+    assert len(weights.layers) == 3 and loaded.format == "bf16" and loaded.spec is None
+    for i, layer in enumerate(weights.layers):
+        for field, name in HF_NAMES.items():
+            value = getattr(layer, field)
+            if field == "v_proj" and i == 2:
+                assert value is None
+            else:
+                assert torch.equal(value, state[f"{DEC}layers.{i}.{name}"]), (i, field)
+        assert isinstance(layer.experts, DenseExperts)
+        assert torch.equal(layer.experts.gate_up, state[f"{DEC}layers.{i}.experts.gate_up_proj"])
+        assert torch.equal(layer.experts.down, state[f"{DEC}layers.{i}.experts.down_proj"])
+        assert torch.equal(layer.decoder_scalar, state[f"{DEC}layers.{i}.layer_scalar"])
+        assert torch.equal(layer.encoder_scalar, state[f"{ENC}layers.{i}.layer_scalar"])
+        assert layer.encoder_scalar != layer.decoder_scalar
+    assert torch.equal(weights.embed, state[f"{DEC}embed_tokens.weight"])
+    assert torch.equal(weights.norm, state[f"{DEC}norm.weight"])
+    for field in ("pre_norm", "gate_proj", "up_proj", "down_proj"):
+        value = getattr(weights.self_conditioning, field)
+        assert torch.equal(value, state[f"{DEC}self_conditioning.{field}.weight"]), field
+
+
+def test_plain_weights_are_cast_and_packed_scales_are_not(tiny_dir: Path):
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = load_checkpoint(tiny_dir, "w4", dtype, spec=SPEC).weights
+        for name, tensor in iter_tensors(weights):
+            if ".experts." in name:
+                assert tensor.dtype == (torch.uint8 if name.endswith("_q") else torch.float16), name
+            else:
+                assert tensor.dtype == dtype, name
+    dense = load_checkpoint(tiny_dir, "bf16", torch.bfloat16).weights
+    assert {t.dtype for _, t in iter_tensors(dense)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("weights", ["w4", None])
+def test_quantising_while_loading_equals_quantising_in_memory(tiny_dir: Path, tiny_hf, weights):
+    state = tiny_hf.state_dict()
+    loaded = load_checkpoint(tiny_dir, weights, spec=SPEC)
+    assert loaded.spec == SPEC
+    for i, layer in enumerate(loaded.weights.layers):
+        names = (f"{DEC}layers.{i}.experts.gate_up_proj", f"{DEC}layers.{i}.experts.down_proj")
+        expected = quantize_experts(*(state[n] for n in names), SPEC)
+        assert isinstance(layer.experts, PackedExperts)
+        for f in dataclasses.fields(PackedExperts):
+            assert torch.equal(getattr(layer.experts, f.name), getattr(expected, f.name)), (i, f.name)
+
+
+def test_packed_directory_equals_packing_at_load(tiny_dir: Path, packed_dir: Path):
+    stored = load_checkpoint(packed_dir)
+    assert stored.format == "dg-w4a16-v1" and stored.spec == SPEC
+    assert same_weights(stored, load_checkpoint(tiny_dir, "w4", spec=SPEC))
+
+
+def test_progress_counts_layers(tiny_dir: Path):
+    calls: list[tuple[int, int]] = []
+    load_checkpoint(tiny_dir, "bf16", progress=lambda *call: calls.append(call))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_sharded_equals_single(tiny_dir: Path, tiny_hf, tmp_path: Path):
+    tiny_hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
+    assert same_weights(load_checkpoint(tmp_path, "bf16"), load_checkpoint(tiny_dir, "bf16"))
+
+
+def test_bf16_files(tiny_hf, tmp_path: Path):
+    model = copy.deepcopy(tiny_hf).bfloat16()
+    model.save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path, "bf16", torch.float32).weights
+    assert torch.equal(loaded.embed, model.state_dict()[f"{DEC}embed_tokens.weight"].float())
+    assert torch.equal(loaded.layers[0].experts.down, model.state_dict()[f"{DEC}layers.0.experts.down_proj"].float())
+
+
+def to_encoder(tensors: Tensors) -> Tensors:
+    """Store every tied text weight under the encoder's name."""
+    own = ("self_conditioning", "layer_scalar")
+    return {n if any(o in n for o in own) else n.replace(DEC, ENC): t for n, t in tensors.items()}
+
+
+SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
+    "encoder names": to_encoder,
+    "both sides": lambda t: {**t, **{n: v.clone() for n, v in to_encoder(t).items()}},
+    "no model. prefix": lambda t: {n.removeprefix("model."): v for n, v in t.items()},
+    "encoder names without prefix": lambda t: {n.removeprefix("model."): v for n, v in to_encoder(t).items()},
+    "head instead of embedding": lambda t: {n.replace(f"{DEC}embed_tokens", "lm_head"): v for n, v in t.items()},
+    "head and embedding": lambda t: {**t, "lm_head.weight": t[f"{DEC}embed_tokens.weight"].clone()},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tied_names(tiny_dir: Path, broken: Path, spelling: str):
+    rewrite(broken, SPELLINGS[spelling])
+    loaded = load_checkpoint(broken, "bf16", torch.float32)
+    assert same_weights(loaded, load_checkpoint(tiny_dir, "bf16", torch.float32))
+    assert loaded.notes == load_checkpoint(tiny_dir, "bf16").notes
+
+
+@pytest.mark.parametrize(
+    "name", [f"{ENC}layers.1.self_attn.q_proj.weight", f"{ENC}layers.2.experts.down_proj", "lm_head.weight"]
+)
+def test_tied_copies_that_differ_are_refused(broken: Path, name: str):
+    def change(tensors: Tensors) -> None:
+        tensors[name] = tensors[canonical_name(name)].clone()
+        tensors[name].view(-1)[7] += 1
+
+    rewrite(broken, change)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {name} differs from model\.decoder"):
+        load_checkpoint(broken, "bf16")
+
+
+def test_canonical_names():
+    assert canonical_name("anything.at.all.layers.007.experts.gu_q") == f"{DEC}layers.7.experts.gu_q"
+    assert canonical_name("layers.3.experts.dn_z") == f"{DEC}layers.3.experts.dn_z"
+    assert canonical_name(f"{ENC}layers.3.layer_scalar") == f"{ENC}layers.3.layer_scalar"
+    assert canonical_name("encoder.vision_tower.x") == "model.encoder.vision_tower.x"
+    assert canonical_name("something.else") == "something.else"
+
+
+def test_parts_cover_the_network(tiny_dir: Path):
+    files = open_checkpoint(tiny_dir)
+    parts: dict[str, int] = {}
+    for name in [*files.text, *files.extras]:
+        parts[part_of(name)] = parts.get(part_of(name), 0) + 1
+    vision = parts.pop("vision")
+    assert vision == len(files.extras) > 0
+    # per layer: 4 projections (3 on the full one), 7 + 2 norms and 2 scalars, 3 MLP, 3 router, 2 experts; 1 final norm
+    assert parts == {
+        "embedding": 1, "attention": 11, "norms": 34, "dense MLP": 9, "router": 9, "experts": 6, "self-conditioning": 4
+    }  # fmt: skip
+
+
+def test_vision_is_left_out_and_said(tiny_dir: Path, tiny_hf):
+    vision = [n for n in load_file(tiny_dir / "model.safetensors") if "vision" in n]
+    (note,) = load_checkpoint(tiny_dir, "bf16").notes
+    assert note == (
+        f"{len(vision)} vision tensors (embed_vision, vision_tower) recognised and left out: text only for now"
+    )
+
+
+def test_unknown_tensors_are_noted(broken: Path):
+    rewrite(broken, lambda t: {**t, **{f"model.audio.{i}": torch.zeros(2) for i in range(4)}})
+    assert load_checkpoint(broken, "bf16").notes[-1] == (
+        "4 unknown tensors left out: model.audio.0, model.audio.1, model.audio.2, ..."
+    )
+
+
+def test_settings_come_from_generation_config(broken: Path):
+    edit_json(broken / "generation_config.json", t_min=0.3, sampler_config={"entropy_bound": 0.25}, eos_token_id=[1, 5])
+    loaded = load_checkpoint(broken, "bf16")
+    assert (loaded.settings.t_min, loaded.settings.entropy_bound, loaded.settings.eos_token_ids) == (0.3, 0.25, (1, 5))
+    (broken / "generation_config.json").unlink()
+    loaded = load_checkpoint(broken, "bf16")
+    assert loaded.settings.t_min == 0.4
+    assert any(note.startswith("generation_config.json is missing") for note in loaded.notes)
+
+
+REMOVED = [
+    f"{DEC}embed_tokens.weight",
+    f"{DEC}layers.1.router.per_expert_scale",
+    f"{DEC}layers.2.layer_scalar",
+    f"{ENC}layers.0.layer_scalar",
+    f"{DEC}self_conditioning.pre_norm.weight",
+    f"{DEC}layers.1.experts.down_proj",
+]
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_missing_tensor(broken: Path, name: str):
+    rewrite(broken, lambda t: {n: v for n, v in t.items() if n != name})
+    with pytest.raises(CheckpointError, match=f"{broken}: tensor {name} is missing"):
+        load_checkpoint(broken, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (f"{DEC}norm.weight", torch.zeros(31), r"has shape \[31\], expected \[32\]"),
+        (f"{DEC}layers.0.self_attn.k_proj.weight", torch.zeros(32, 16), r"shape \[32, 16\], expected \[16, 32\]"),
+        (f"{DEC}layers.2.self_attn.q_proj.weight", torch.zeros(32, 32), r"shape \[32, 32\], expected \[64, 32\]"),
+        (f"{DEC}layers.0.experts.gate_up_proj", torch.zeros(8, 16, 32), r"expected \[8, 32, 32\]"),
+        (f"{DEC}layers.0.layer_scalar", torch.zeros(()), r"shape \[\], expected \[1\]"),
+        (f"{DEC}norm.weight", torch.zeros(32, dtype=torch.int8), "has dtype I8, expected BF16 or F16 or F32"),
+        (f"{DEC}norm.weight", torch.zeros(32).to(torch.float8_e4m3fn), "has dtype F8_E4M3, expected"),
+        (f"{ENC}norm.weight", torch.zeros(31), r"has shape \[31\], expected \[32\]"),
+        (f"{DEC}layers.3.norm.weight", torch.zeros(32), "belongs to no layer of the network"),
+        (f"{DEC}layers.2.self_attn.v_proj.weight", torch.zeros(16, 32), "belongs to no layer of the network"),
+        (f"{DEC}layers.0.experts.0.gate_proj.weight", torch.zeros(2), "belongs to no layer of the network"),
+    ],
+)
+def test_wrong_tensor_is_found_before_any_is_read(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, name: str, tensor: torch.Tensor, message: str
+):
+    rewrite(broken, lambda t: {**t, name: tensor})
+    monkeypatch.setattr(checkpoint, "read_tensor", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(CheckpointError, match=f"model.safetensors: tensor {name} .*{message}"):
+        load_checkpoint(broken, "bf16")
+
+
+@pytest.mark.parametrize("share", [0.999, 0.7, 0.5])
+def test_truncated_data_names_file_and_tensor(broken: Path, share: float):
+    file = broken / "model.safetensors"
+    os.truncate(file, int(file.stat().st_size * share))
+    with pytest.raises(CheckpointError, match=rf"{file}: cut short within tensor model\.\S+: "):
+        load_checkpoint(broken, "bf16")
+
+
+def test_truncation_names_the_first_tensor_that_is_cut(tmp_path: Path):
+    save_file({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(10)}, tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 41)
+    with pytest.raises(CheckpointError, match="cut short within tensor b: "):
+        read_header(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
+def test_truncated_header(broken: Path, size: int):
+    os.truncate(broken / "model.safetensors", size)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged, its header cannot be read"):
+        load_checkpoint(broken, "bf16")
+
+
+@pytest.fixture(scope="module")
+def fuzzed(packed_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
+    path = Path(shutil.copytree(packed_dir, tmp_path_factory.mktemp("fuzz") / "model"))
+    yield path, (path / "experts_001.safetensors").read_bytes()
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_anywhere_is_one_error_naming_the_file(fuzzed: tuple[Path, bytes], data: st.DataObject):
+    """Any cut and any changed header byte: a CheckpointError with the file's name, or the very same tensors."""
+    path, good = fuzzed
+    header = 8 + int.from_bytes(good[:8], "little")
+    if data.draw(st.booleans(), "cut"):
+        bad = good[: data.draw(st.integers(0, len(good) - 1), "at")]
+    else:
+        at = data.draw(st.integers(0, header - 1), "at")
+        bad = good[:at] + bytes([data.draw(st.integers(0, 255), "byte")]) + good[at + 1 :]
+    (path / "experts_001.safetensors").write_bytes(bad)
+    try:
+        loaded = load_checkpoint(path)
+    except CheckpointError as e:
+        assert "experts_001.safetensors" in str(e)
+    else:
+        (path / "experts_001.safetensors").write_bytes(good)
+        assert same_weights(loaded, load_checkpoint(path))
+
+
+@pytest.fixture
+def sharded(tiny_hf, tmp_path: Path) -> Path:
+    tiny_hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    return tmp_path
+
+
+def test_missing_shard_names_file_and_tensor(sharded: Path):
+    victim = sorted(sharded.glob("model-*.safetensors"))[1]
+    held = load_file(victim)
+    victim.unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{victim}: shard is missing; it holds \S+ and {len(held) - 1} more"
+    ) as caught:
+        load_checkpoint(sharded, "bf16")
+    assert str(caught.value).split(" holds ")[1].split()[0] in held
+
+
+def test_shard_without_a_promised_tensor(sharded: Path):
+    victim = sorted(sharded.glob("model-*.safetensors"))[0]
+    gone = sorted(load_file(victim))[0]
+    rewrite(sharded, lambda t: {n: v for n, v in t.items() if n != gone}, victim.name)
+    with pytest.raises(CheckpointError, match=f"{victim}: tensor {gone} is missing, though"):
+        load_checkpoint(sharded, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "weight_map is missing"),
+        ('{"weight_map": {}}', "weight_map is missing or empty"),
+        ('{"weight_map": {"a": 3}}', "tensor a is said to be in 3"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "expected a file name"),
+    ],
+)
+def test_bad_index(sharded: Path, content: str, message: str):
+    (sharded / checkpoint.INDEX).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"{checkpoint.INDEX}: .*{message}"):
+        load_checkpoint(sharded, "bf16")
+
+
+def test_shards_without_index(sharded: Path):
+    (sharded / checkpoint.INDEX).unlink()
+    with pytest.raises(CheckpointError, match=rf"{checkpoint.INDEX}: file is missing"):
+        load_checkpoint(sharded, "bf16")
+
+
+def test_pickled_weights_are_never_opened(broken: Path):
+    (broken / "model.safetensors").unlink()
+    (broken / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: pickled weights can run code.*save_pretrained"):
+        load_checkpoint(broken)
+
+
+def test_directories_that_are_no_checkpoint(broken: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty/config\.json: file is missing"):
+        load_checkpoint(tmp_path / "empty")
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="this is not a checkpoint directory"):
+        load_checkpoint(broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma4"}, "model_type is 'gemma4'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"text_config": None}, "text_config is missing"),
+    ],
+)
+def test_configurations_that_are_refused(broken: Path, changes: dict[str, object], message: str):
+    edit_json(broken / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        load_checkpoint(broken, "bf16")
+
+
+def test_bad_json(broken: Path):
+    (broken / "config.json").write_text('{"model_type": ')
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        load_checkpoint(broken)
+
+
+def test_indivisible_groups_are_refused_before_reading(tiny_dir: Path):
+    with pytest.raises(UsageError, match="group_gate_up 128 does not divide hidden_size 32"):
+        load_checkpoint(tiny_dir)
+
+
+def test_unknown_weight_format(tiny_dir: Path):
+    with pytest.raises(UsageError, match="weights is 'fp8', expected one of w4, bf16"):
+        load_checkpoint(tiny_dir, "fp8")  # type: ignore[arg-type]
+
+
+def test_weights_do_not_follow_the_file(broken: Path):
+    loaded = load_checkpoint(broken, "bf16", torch.float32)
+    before = [t.clone() for _, t in iter_tensors(loaded.weights)]
+    size = (broken / "model.safetensors").stat().st_size
+    with (broken / "model.safetensors").open("r+b") as f:
+        f.write(b"\0" * size)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, iter_tensors(loaded.weights), strict=True))
+
+
+class TestPacked:
+    """Directories in dg-w4a16-v1, by this writer and by others."""
+
+    def test_minimal_directory_of_another_writer(self, packed_dir: Path, broken_packed: Path):
+        published_layout(broken_packed)
+        for i in range(3):
+            file = broken_packed / f"experts_{i:03d}.safetensors"
+            rewrite(broken_packed, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()}, file.name)
+            file.rename(broken_packed / f"experts_{2 - i}_of_3.safetensors")  # names of files carry no meaning
+        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+
+    def test_one_shard_per_side(self, packed_dir: Path, broken_packed: Path):
+        (broken_packed / "manifest.json").unlink()
+        for i in range(3):
+            tensors = load_file(broken_packed / f"experts_{i:03d}.safetensors")
+            twins = {n.replace(DEC, ENC): v for n, v in tensors.items()}
+            save_file(twins, broken_packed / f"experts_{i + 3:03d}.safetensors")
+        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+
+    def test_groups_come_from_shapes(self, tiny_dir: Path, tmp_path: Path):
+        quantize(tiny_dir, tmp_path / "w4", QuantSpec(8, 4))
+        edit = json.loads((tmp_path / "w4" / "w4_meta.json").read_text())
+        (tmp_path / "w4" / "w4_meta.json").write_text(json.dumps({"format": edit["format"]}))
+        loaded = load_checkpoint(tmp_path / "w4")
+        assert loaded.spec == QuantSpec(8, 4)
+        assert loaded.weights.layers[0].experts.gu_s.shape == (8, 32, 4)
+
+    def test_meta_that_contradicts_the_shapes(self, broken_packed: Path):
+        edit_json(broken_packed / "w4_meta.json", group_down=16)
+        with pytest.raises(CheckpointError, match=r"w4_meta\.json: group_down is 16, but .* means 8"):
+            load_checkpoint(broken_packed)
+
+    def test_config_that_contradicts_the_shapes(self, broken_packed: Path):
+        method = {"quant_method": "dg-w4a16-v1", "group_gate_up": 32, "group_down": 8}
+        edit_json(broken_packed / "config.json", quantization_config=method)
+        with pytest.raises(CheckpointError, match=r"config\.json: group_gate_up is 32, but .* means 16"):
+            load_checkpoint(broken_packed)
+
+    def test_plain_experts_called_packed(self, broken: Path):
+        edit_json(broken / "config.json", quantization_config={"quant_method": "dg-w4a16-v1"})
+        with pytest.raises(CheckpointError, match=rf"{broken}: tensor {DEC}layers.0.experts.gu_s is missing"):
+            load_checkpoint(broken)
+
+    @pytest.mark.parametrize(
+        ("found", "message"),
+        [
+            ("dg-w4a16-v2", "format dg-w4a16-v2 is not the dg-w4a16-v1 this Redraft reads; upgrade Redraft"),
+            ("gguf", "format is 'gguf', expected 'dg-w4a16-v1'"),
+            (None, "format is None, expected"),
+            (["dg-w4a16-v1"], "format is"),
+        ],
+    )
+    def test_other_formats(self, broken_packed: Path, found: object, message: str):
+        edit_json(broken_packed / "w4_meta.json", format=found)
+        with pytest.raises(CheckpointError, match=rf"w4_meta\.json: {message}"):
+            load_checkpoint(broken_packed)
+
+    def test_missing_meta(self, packed_dir: Path, broken_packed: Path):
+        """What the hub's client fetches for transformers, which asks for what the index names."""
+        (broken_packed / "w4_meta.json").unlink()
+        (broken_packed / "manifest.json").unlink()
+        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+
+    def test_nothing_says_the_format(self, broken_packed: Path):
+        published_layout(broken_packed)
+        (broken_packed / "w4_meta.json").unlink()
+        with pytest.raises(CheckpointError, match=r"w4_meta\.json: file is missing"):
+            load_checkpoint(broken_packed)
+
+    def test_bf16_cannot_be_recovered(self, packed_dir: Path):
+        with pytest.raises(CheckpointError, match=r"holds 4-bit experts only.*weights='w4'"):
+            load_checkpoint(packed_dir, "bf16")
+
+    def test_other_groups_than_stored(self, packed_dir: Path):
+        with pytest.raises(UsageError, match=r"packed with .*quantise the BF16 checkpoint again"):
+            load_checkpoint(packed_dir, spec=QuantSpec(32, 16))
+        assert load_checkpoint(packed_dir, spec=SPEC).spec == SPEC
+
+    @pytest.mark.parametrize("layer", [0, 2])
+    def test_missing_experts_file(self, broken_packed: Path, layer: int):
+        (broken_packed / f"experts_{layer:03d}.safetensors").rename(broken_packed / "moved")
+        with pytest.raises(CheckpointError, match=rf"experts_{layer:03d}\.safetensors: shard is missing"):
+            load_checkpoint(broken_packed)
+        published_layout(broken_packed)
+        message = rf"experts_{layer:03d}\.safetensors: tensor {DEC}layers\.{layer}\.experts\.gu_\w is missing"
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(broken_packed)
+
+    @pytest.mark.parametrize(
+        ("name", "tensor", "message"),
+        [
+            ("gu_q", torch.zeros(8, 32, 16, dtype=torch.int8), "dtype I8, expected U8"),
+            ("dn_s", torch.zeros(8, 32, 2), "dtype F32, expected F16"),
+            ("gu_z", torch.zeros(8, 32, 4).half(), r"shape \[8, 32, 4\], expected \[8, 32, 2\]"),
+            ("dn_q", torch.zeros(8, 32, 16, dtype=torch.uint8), r"shape \[8, 32, 16\], expected \[8, 32, 8\]"),
+        ],
+    )
+    def test_wrong_packed_tensor(self, broken_packed: Path, name: str, tensor: torch.Tensor, message: str):
+        full = f"{DEC}layers.1.experts.{name}"
+        rewrite(broken_packed, lambda t: {**t, full: tensor}, "experts_001.safetensors")
+        with pytest.raises(CheckpointError, match=rf"experts_001\.safetensors: tensor {full} has {message}"):
+            load_checkpoint(broken_packed)
+
+    @pytest.mark.parametrize("shape", [(8, 32, 3), (8, 32), (8, 32, 32)])
+    def test_scales_of_impossible_groups(self, broken_packed: Path, shape: tuple[int, ...]):
+        full = f"{DEC}layers.0.experts.gu_s"
+        rewrite(broken_packed, lambda t: {**t, full: torch.zeros(shape).half()}, "experts_000.safetensors")
+        with pytest.raises(CheckpointError, match=r"gu_s|group_gate_up"):
+            load_checkpoint(broken_packed)
+
+    def test_dense_experts_beside_packed_ones(self, broken_packed: Path):
+        rewrite(broken_packed, lambda t: {**t, f"{DEC}layers.0.experts.down_proj": torch.zeros(8, 32, 16)}, KEPT)
+        with pytest.raises(CheckpointError, match=r"experts\.down_proj belongs to no layer"):
+            load_checkpoint(broken_packed)
+
+
+class TestManifest:
+    def test_changed_bytes_are_found_by_hashes_only(self, broken_packed: Path):
+        file = broken_packed / "experts_001.safetensors"
+        with file.open("r+b") as f:
+            f.seek(-1, os.SEEK_END)
+            last = f.read(1)[0]
+            f.seek(-1, os.SEEK_END)
+            f.write(bytes([last ^ 1]))
+        load_checkpoint(broken_packed)
+        with pytest.raises(CheckpointError, match=rf"{file}: tensor {DEC}layers\.1\.experts\.\w+ has another sha256"):
+            load_checkpoint(broken_packed, verify=True)
+
+    def test_whole_directory_verifies(self, packed_dir: Path):
+        assert same_weights(load_checkpoint(packed_dir, verify=True), load_checkpoint(packed_dir))
+
+    def test_edited_settings_are_allowed_until_verified(self, broken_packed: Path):
+        edit_json(broken_packed / "generation_config.json", t_min=0.2)
+        assert load_checkpoint(broken_packed).settings.t_min == 0.2
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: changed, damaged or missing"):
+            load_checkpoint(broken_packed, verify=True)
+
+    def test_size_is_always_checked(self, broken_packed: Path):
+        rewrite(broken_packed, lambda t: {**t, "extra": torch.zeros(8)}, "experts_002.safetensors")
+        with pytest.raises(CheckpointError, match=r"experts_002\.safetensors: has \d+ bytes, manifest\.json recorded"):
+            load_checkpoint(broken_packed)
+
+    def test_exchanged_tensors_are_found_without_hashes(self, broken_packed: Path):
+        manifest = json.loads((broken_packed / "manifest.json").read_text())
+        manifest["tensors"][f"{DEC}norm.weight"]["dtype"] = "BF16"
+        (broken_packed / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=rf"tensor {DEC}norm\.weight differs from what manifest\.json"):
+            load_checkpoint(broken_packed)
+
+    def test_nothing_to_verify_against(self, tiny_dir: Path, broken_packed: Path):
+        (broken_packed / "manifest.json").unlink()
+        for path in (tiny_dir, broken_packed):
+            with pytest.raises(CheckpointError, match=r"manifest\.json: file is missing, so there are no hashes"):
+                load_checkpoint(path, verify=True, spec=SPEC)
+
+    @pytest.mark.parametrize("content", ["{}", '{"files": [], "tensors": {}}', '{"files": {}, "tensors": {"a": 1}}'])
+    def test_malformed(self, broken_packed: Path, content: str):
+        (broken_packed / "manifest.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            load_checkpoint(broken_packed)
+
+
+class TestFind:
+    def test_directory_and_user_home(self, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        assert find_checkpoint(tiny_dir) == find_checkpoint(str(tiny_dir)) == tiny_dir
+        monkeypatch.setenv("HOME", str(tiny_dir.parent))
+        assert find_checkpoint(f"~/{tiny_dir.name}") == tiny_dir
+
+    def test_demo(self, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(checkpoint, "DEMO", tiny_dir)
+        assert find_checkpoint("demo") == tiny_dir
+        monkeypatch.setattr(checkpoint, "DEMO", tiny_dir / "absent")
+        with pytest.raises(CheckpointError, match="bundled checkpoint is missing"):
+            find_checkpoint("demo")
+
+    @pytest.mark.parametrize("name", ["no-such-model", "./a/b", "/a/b/c", "../b", "a/b/c", ""])
+    def test_neither_path_nor_hub_id(self, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match=r"no such directory|config\.json"):
+            open_checkpoint(find_checkpoint(name))
+
+    def test_file_instead_of_directory(self, tiny_dir: Path):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: is a file, expected a checkpoint directory"):
+            find_checkpoint(tiny_dir / "model.safetensors")
+
+    def test_hub_id_is_downloaded_without_pickles(self, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        asked = {}
+
+        def download(repo: str, allow_patterns: list[str]) -> str:
+            asked[repo] = allow_patterns
+            return str(tiny_dir)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        assert find_checkpoint("some-org/a.model-1") == tiny_dir
+        assert not any(p.endswith((".bin", ".pt", "*")) for p in asked["some-org/a.model-1"])
+
+    def test_failed_download_is_one_line(self, monkeypatch: pytest.MonkeyPatch):
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        def download(*_: object, **__: object) -> str:
+            raise LocalEntryNotFoundError("\nCannot find the files; outgoing traffic has been disabled.\nMore\n")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint("org/name")
+        assert str(caught.value).startswith("org/name: no such directory here, and the hub download failed")
+        assert "outgoing traffic has been disabled." in str(caught.value) and "\n" not in str(caught.value)
+
+
+class TestTokenizer:
+    def test_round_trip(self, tmp_path: Path):
+        tiny_tokenizer().save_pretrained(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.encode("ab") == tiny_tokenizer().encode("ab") and tokenizer.chat_template
+
+    def test_missing_and_damaged(self, broken: Path):
+        (broken / "tokenizer.json").unlink()
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: file is missing"):
+            load_tokenizer(broken)
+        tiny_tokenizer().save_pretrained(broken)
+        (broken / "tokenizer.json").write_text('{"version": 1')
+        with pytest.raises(CheckpointError, match=f"{broken}: the tokenizer cannot be loaded"):
+            load_tokenizer(broken)
+
+
+# Each load runs in a child of its own, forked after the imports, so that no heap of an earlier one hides a peak.
+MEASURE = textwrap.dedent(
+    """
+    import ctypes, os, sys, torch
+    from redraft.store.read import load_checkpoint
+    from redraft.config import QuantSpec
+    from redraft.network.weights import nbytes
+
+    def status(key):
+        line = next(l for l in open("/proc/self/status") if l.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    torch.set_num_threads(1)
+    warm, *cases = sys.argv[1:]
+    for case in cases:
+        weights, path = case.split(":")
+        if os.fork() == 0:
+            load_checkpoint(warm, spec=QuantSpec(16, 8))  # brings in the libraries' pages
+            ctypes.CDLL(None).malloc_trim(0)  # free heap counts as resident, and would hide as much of the peak
+            open("/proc/self/clear_refs", "w").write("5")  # restart the high-water mark
+            before = status("VmRSS")
+            loaded = load_checkpoint(path, weights)
+            print(status("VmHWM") - before, nbytes(loaded.weights), flush=True)
+            os._exit(0)
+        os.wait()
+    """
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+def test_peak_memory_of_loading(tiny_dir: Path, tmp_path: Path):
+    """Peak <= result + one layer of BF16 experts, packed or quantised on the fly; the meter itself is checked too."""
+    layers, experts, hidden, inner = 8, 8, 256, 512
+    one_layer = 2 * experts * 3 * hidden * inner
+    shapes = {"num_hidden_layers": layers, "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
+    model = tiny_model(num_experts=1, **shapes).bfloat16()
+    model.config.text_config.num_experts = experts
+    model.config.text_config.hidden_size = hidden
+    model.config.text_config.moe_intermediate_size = inner
+    model.config.save_pretrained(tmp_path / "bf16")
+    save_file(big_tensors(model.state_dict(), experts, hidden, inner), tmp_path / "bf16" / "model.safetensors")
+    quantize(tmp_path / "bf16", tmp_path / "w4")
+
+    cases = [f"w4:{tmp_path / 'w4'}", f"w4:{tmp_path / 'bf16'}", f"bf16:{tmp_path / 'bf16'}"]
+    command = [sys.executable, "-c", MEASURE, str(tiny_dir), *cases]
+    # Each tensor a mapping of its own, which the system has back when it is freed: by default glibc takes larger and
+    # larger ones from its heap, and what that keeps depends on how it happens to be laid out.
+    own_mappings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=own_mappings).stdout
+    *packed, (dense_peak, dense) = (tuple(map(int, line.split())) for line in out.splitlines())
+    slack = 4 << 20  # fp32 copies of one expert, small tensors, the interpreter
+    assert dense > layers * one_layer and dense_peak > 0.9 * dense, "the meter does not see what it should"
+    for case, (peak, result) in zip(cases, packed, strict=False):
+        assert result + one_layer + slack < dense - one_layer, "the model is too small to tell"
+        assert peak <= result + one_layer + slack, (case, peak / 2**20, result / 2**20)
+
+
+def big_tensors(state: Tensors, experts: int, hidden: int, inner: int) -> Tensors:
+    """The tiny model's names with larger dimensions and cheap values."""
+    files: Tensors = {}
+    old = {32: hidden, 16: inner, 1: experts}
+    values = torch.randn(1 << 16).bfloat16()
+    for name, tensor in state.items():
+        if (name.startswith(ENC) and "layer_scalar" not in name) or name == "lm_head.weight":
+            continue
+        shape = list(tensor.shape)
+        if ".experts." in name:
+            shape = [experts, 2 * inner, hidden] if "gate_up" in name else [experts, hidden, inner]
+        elif "router.proj" in name:
+            shape = [experts, hidden]
+        elif "per_expert_scale" in name:
+            shape = [experts]
+        elif "layer_scalar" not in name and "vision" not in name:
+            shape = [old[32] if n == 32 and not _is_attention_width(name, i) else n for i, n in enumerate(shape)]
+        size = torch.Size(shape).numel()
+        files[name] = values.repeat(size // len(values) + 1)[:size].reshape(shape)
+    return files
+
+
+def _is_attention_width(name: str, dim: int) -> bool:
+    """32 is also heads * head_dim on sliding layers, which stays."""
+    return ("q_proj" in name and dim == 0) or ("o_proj" in name and dim == 1)
+
+
+def test_packed_bytes_are_what_the_format_says(packed_dir: Path):
+    weights = load_checkpoint(packed_dir).weights
+    per_layer = 8 * (32 * 16 + 2 * 2 * 32 * 2) + 8 * (32 * 8 + 2 * 2 * 32 * 2)
+    assert nbytes(weights.layers[0].experts) == per_layer
