@@ -1,7 +1,9 @@
-"""Which device and which dtype to run on."""
+"""Which device and dtype to run on, and how much memory is free or was used."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -39,3 +41,17 @@ def free_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak of allocated memory, where the device counts one."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak of allocated memory since `reset_peak` on a GPU; the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -5,99 +5,104 @@ positions by entropy H and accept position i while the entropies before it sum t
 arXiv:2505.24857, an upper bound on the mutual information between the accepted tokens); re-draw every other position
 uniformly. Acceptance is decided afresh in every pass. A canvas is done when its argmax equals that of the
 `stability_threshold` passes before it and its mean entropy is below `confidence_threshold`; the argmax is committed.
+
+The torch form, which the caller gives its random tokens, is the specification; kernels/acceptance.py is the same for a
+captured pass, with counter-based ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from redraft.config import DecodeSettings
-from redraft.decode.streams import Stream
+from redraft.kernels.acceptance import EntropyBoundState, finish_pass, start_canvas
+from redraft.kernels.sampling import Statistics
+from redraft.kernels.state import CONVERGED, OUT_OF_STEPS, Canvases, SlotState
 
 
-def temperature(settings: DecodeSettings, step: int) -> torch.Tensor:
-    """fp32 scalar for pass `step` = 1..max_denoising_steps; t_max belongs to a step before the first.
+def temperature(own: EntropyBoundState, slots: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """fp32 [W] of the pass after `step` finished ones, int32 [W]; t_max before the first.
 
     Computed in fp32 as transformers does: rounding it otherwise would shift every logit.
     """
-    remaining = torch.tensor(settings.max_denoising_steps - step + 1, dtype=torch.int32)
-    return settings.t_min + (settings.t_max - settings.t_min) * (remaining / settings.max_denoising_steps)
+    most = own.max_steps[slots]
+    span = (own.t_max[slots] - own.t_min[slots]).float()
+    return own.t_min[slots].float() + span * ((most - step) / most)
 
 
-def accept(entropy: torch.Tensor, bound: float) -> torch.Tensor:
-    """bool [B, C] for entropies fp32 [B, C]: positions whose smaller entropies sum to at most `bound` nats."""
+def accept(entropy: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
+    """bool [B, C] for entropies fp32 [B, C]: positions whose smaller entropies sum to at most `bound` nats, or [B, 1]."""
     ordered, index = torch.sort(entropy, dim=-1)
     chosen = torch.cumsum(ordered, dim=-1) - ordered <= bound
     return torch.zeros_like(chosen).scatter(-1, index, chosen)
 
 
-class StopTest:
-    """Stable and confident: the last `stability_threshold` argmax canvases equal this one, and mean entropy is low."""
+class EntropyBound:
+    """The rule (decode/rule.py)."""
 
-    def __init__(self, settings: DecodeSettings):
-        self._threshold = settings.confidence_threshold
-        self._stability = settings.stability_threshold
-        self._history: list[torch.Tensor] = []
+    name = "entropy-bound"
+    Settings = DecodeSettings
+    needs: frozenset[str] = frozenset()
 
-    def __call__(self, argmax: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        """bool [B] from this pass's argmax int64 [B, C] and entropy fp32 [B, C]; remembers the argmax."""
-        stable = torch.full(argmax.shape[:1], len(self._history) == self._stability, device=argmax.device)
-        for earlier in self._history:
-            stable &= (earlier == argmax).all(dim=-1)
-        self._history = [*self._history, argmax][-self._stability :] if self._stability else []
-        return stable & (entropy.mean(dim=-1) < self._threshold)
+    def allocate(self, slots: int, length: int, vocab: int, device: torch.device) -> EntropyBoundState:
+        return EntropyBoundState.allocate(slots, length, vocab, device)
 
+    def configure(self, own: EntropyBoundState, slot: int, settings: DecodeSettings) -> None:
+        own.max_steps[slot] = min(settings.max_denoising_steps, 2**31 - 1)
+        own.stability[slot] = min(settings.stability_threshold, 2**31 - 1)
+        own.t_min[slot], own.t_max[slot] = settings.t_min, settings.t_max
+        own.entropy_bound[slot] = settings.entropy_bound
+        own.confidence_threshold[slot] = settings.confidence_threshold
 
-@dataclass
-class Pass:
-    """What one denoising pass left behind, per row of the batch."""
-
-    argmax: torch.Tensor  # int64 [B, C]; of a row that is done, the canvas it stopped with
-    accepted: torch.Tensor  # bool [B, C]
-    entropy: torch.Tensor  # fp32 [B, C]
-    done: torch.Tensor  # bool [B]
-
-
-class EntropyBoundDecoder:
-    """One canvas of a batch. Use: canvas and self_conditioning into a denoise pass, its logits into `step`, repeat.
-
-    Rows that are done keep their canvas, argmax and self-conditioning; the others go on.
-    """
-
-    def __init__(self, settings: DecodeSettings, stream: Stream, canvas_index: int):
-        self._settings, self._stream, self._index = settings, stream, canvas_index
-        self._stop = StopTest(settings)
-        self.steps = 0
-        self.canvas = stream.tokens(canvas_index, 0)
-        self.argmax = self.canvas
-        self.self_conditioning: torch.Tensor | None = None
-        self._entropy: torch.Tensor | None = None
-        self.done = torch.zeros(self.canvas.shape[0], dtype=torch.bool, device=self.canvas.device)
-
-    def finished(self) -> bool:
-        """Whether every row is done or the steps are used up."""
-        return self.steps == self._settings.max_denoising_steps or bool(self.done.all())
-
-    def step(self, logits: torch.Tensor) -> Pass:
-        """Take a pass's soft-capped logits fp32 [B, C, V] and move every row that is not done."""
-        self.steps += 1
-        scaled = logits / temperature(self._settings, self.steps).to(logits.device)
-        stats = self._stream.statistics(scaled, self._index, self.steps)
-        accepted = accept(stats.entropy, self._settings.entropy_bound)
-        redraw = self._stream.tokens(self._index, self.steps)
-        self._move(torch.where(accepted, stats.draw, redraw), stats.argmax, scaled, stats.entropy)
-        assert self._entropy is not None
-        self.done = self.done | self._stop(self.argmax, self._entropy)
-        return Pass(self.argmax, accepted, self._entropy, self.done)
-
-    def _move(self, canvas: torch.Tensor, argmax: torch.Tensor, scaled: torch.Tensor, entropy: torch.Tensor) -> None:
-        if self.self_conditioning is None or self._entropy is None:
-            self.canvas, self.argmax, self.self_conditioning, self._entropy = canvas, argmax, scaled, entropy
+    def start(
+        self,
+        slots: torch.Tensor,
+        state: SlotState,
+        own: EntropyBoundState,
+        canvases: Canvases,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        if tokens is None:
+            start_canvas(slots, state, own, canvases)
             return
-        keep = self.done[:, None]
-        self.canvas = torch.where(keep, self.canvas, canvas)
-        self.argmax = torch.where(keep, self.argmax, argmax)
-        self._entropy = torch.where(keep, self._entropy, entropy)
-        self.self_conditioning = torch.where(keep[..., None], self.self_conditioning, scaled)
+        at, none = slots.long(), torch.zeros_like(slots)
+        state.canvas_index[at] += 1
+        state.step[at], state.done[at] = none, none
+        state.temperature[at] = temperature(own, at, none)
+        for target, value in ((canvases.tokens, tokens), (canvases.argmax, tokens)):
+            target.view(-1, own.length)[at] = value
+        canvases.accepted.view(-1, own.length)[at] = 0
+        canvases.status[at] = torch.stack((none, none, none, state.canvas_index[at]), dim=-1)
+
+    def step(
+        self, stats: Statistics, slots: torch.Tensor, state: SlotState, own: EntropyBoundState, canvases: Canvases
+    ) -> None:
+        if stats.redraw is None:
+            outputs = stats.draw, stats.argmax, stats.entropy
+            finish_pass(*(t.view(-1) for t in outputs), slots, state, own, canvases)
+            return
+        at = slots.long()
+        running = state.done[at] == 0
+        step, entropy = state.step[at] + 1, stats.entropy
+        accepted = accept(entropy, own.entropy_bound[at, None])
+        changed = (stats.argmax != canvases.argmax.view(-1, own.length)[at]).any(dim=-1)
+        equal = torch.where(changed | (step == 1), 0, own.equal[at] + 1)
+        sure = (equal >= own.stability[at]) & (entropy.mean(dim=-1) < own.confidence_threshold[at])
+        done = CONVERGED * sure.int() + OUT_OF_STEPS * (step >= own.max_steps[at]).int()
+        status = torch.stack((done, step, accepted.sum(dim=-1), state.canvas_index[at]), dim=-1).int()
+
+        def put(target: torch.Tensor, value: torch.Tensor) -> None:
+            keep = running.view(-1, *[1] * (value.ndim - 1))
+            target[at] = torch.where(keep, value.to(target.dtype), target[at])
+
+        rows = {"tokens": torch.where(accepted, stats.draw, stats.redraw), "argmax": stats.argmax, "entropy": entropy}
+        for name, value in {**rows, "accepted": accepted}.items():
+            put(getattr(canvases, name).view(-1, own.length), value)
+        put(own.equal, equal)
+        put(state.step, step)
+        put(state.done, done)
+        put(state.temperature, temperature(own, at, step))
+        put(canvases.status, status)
+
+
+ENTROPY_BOUND = EntropyBound()

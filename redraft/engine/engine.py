@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from redraft.config import TIERS, DecodeSettings, ModelConfig, Tier, WeightFormat, check_choice, check_seed
-from redraft.decode.streams import CounterStream, Stream, TorchStream
-from redraft.engine.batch import Batch, ReferenceBatch, Request, SlotBatch
+from redraft.decode.rule import DEFAULT_RULE, find_rule
+from redraft.engine.eager import EagerRunner, LockstepRunner
 from redraft.engine.events import Event, Result
-from redraft.engine.graphs import SlotRunner
-from redraft.errors import UsageError
+from redraft.engine.graphs import GraphRunner
+from redraft.engine.loop import Loop, Request
+from redraft.engine.text import Prompt, Text
+from redraft.engine.tickets import Desk, Ticket
+from redraft.errors import MemoryShortage, UsageError
 from redraft.kernels.launch import HAS_TRITON
 from redraft.network.arena import check_context
 from redraft.network.fused import FusedModel
@@ -24,24 +27,40 @@ if TYPE_CHECKING:
 
     from redraft.store.read import Checkpoint
 
-Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+FUSED_SLOTS, EAGER_SLOTS = 32, 8  # at most, where nothing else is asked for; further requests wait in line
 
 
 class Engine:
-    """A loaded model ready to answer. Create it with `redraft.load`."""
+    """A loaded model ready to answer, for callers in any number of threads. Create it with `redraft.load`.
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tier: Tier):
+    slots, context: requests that run side by side and positions of each, prompt and answer. Where they are given the
+    memory is taken and the passes are captured now; else with the first requests, and anew when more are asked for.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: PreTrainedTokenizerBase,
+        tier: Tier,
+        slots: int | None = None,
+        context: int | None = None,
+    ):
         check_choice("tier", tier, TIERS)
         self.config: ModelConfig = checkpoint.config
         self.settings: DecodeSettings = checkpoint.settings
         self.notes: list[str] = checkpoint.notes
         self.weight_bytes = nbytes(checkpoint.weights)
-        self.fused = self._fuse(checkpoint)
+        self.fused = self._fuse(checkpoint)  # before Model: projections become views of joined ones
         self.model = Model(checkpoint.config, checkpoint.weights)
-        self._runner: SlotRunner | None = None
-        self.tokenizer = tokenizer
         self.tier: Tier = tier
         self.weights: WeightFormat = "bf16" if checkpoint.spec is None else "w4"
+        self.tokenizer = tokenizer
+        self._text = Text(tokenizer, self.config.vocab_size)
+        most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
+        self._desk = Desk(self._open_loop, most, self._text, self.config.canvas_length)
+        self._least = (slots or 1, context or 1)
+        if (slots or context) and tier == "turbo":
+            self._desk.open(*self._least)
 
     def _fuse(self, checkpoint: Checkpoint) -> FusedModel | None:
         """Fused passes need a GPU, BF16 and shapes that the kernels cover; else turbo runs on torch's operations."""
@@ -66,75 +85,101 @@ class Engine:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._text.decode(token_ids)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a string as one user turn, messages through the chat template, token ids as they are.
 
         Raises UsageError when it is empty or holds an id outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError("the prompt is empty")
-            prompt = [{"role": "user", "content": prompt}]
-        if not prompt:
-            raise UsageError("the prompt is empty")
-        if isinstance(prompt[0], dict):
-            return self._apply_template([dict(m) for m in prompt])  # type: ignore[arg-type]
-        return self._check_ids(prompt)  # type: ignore[arg-type]
+        return self._text.encode(prompt)
 
-    def generate(self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, **settings: Any) -> Result:
-        """Answer one prompt. Settings are the fields of DecodeSettings; unset ones come from the checkpoint."""
-        return self.generate_batch([prompt], seed=seed, tier=tier, **settings)[0]
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        seed: int = 0,
+        tier: Tier | None = None,
+        rule: str = DEFAULT_RULE,
+        drafts: bool = True,
+        **settings: Any,
+    ) -> Ticket:
+        """Put a prompt in line; it joins the passes as soon as a slot is free. Settings are as in `generate`.
+
+        Iterate over the ticket for events (a Draft per pass only with `drafts`), or call its `result()` or `cancel()`.
+        """
+        return self._submit([prompt], seed, tier, rule, settings, drafts)[0]
+
+    def generate(
+        self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, rule: str = DEFAULT_RULE, **settings: Any
+    ) -> Result:
+        """Answer one prompt. Settings are the fields of the rule's settings; unset ones come from the checkpoint."""
+        return self._submit([prompt], seed, tier, rule, settings, drafts=False)[0].result()
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], *, seed: int | Sequence[int] = 0, tier: Tier | None = None, **settings: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int | Sequence[int] = 0,
+        tier: Tier | None = None,
+        rule: str = DEFAULT_RULE,
+        **settings: Any,
     ) -> list[Result]:
-        """Answer several prompts in one batch, left-padded to equal length.
+        """Answer several prompts side by side.
 
         Tier turbo gives prompt i the seed `seed + i` (or seed[i]) and a text that does not depend on the others. Tiers
-        off and bitexact draw the whole batch from one torch generator, as transformers does.
+        off and bitexact pad the batch on the left and draw all of it from one torch generator, as transformers does.
         """
         if not prompts:
             raise UsageError("no prompts were given")
-        results: list[Result | None] = [None] * len(prompts)
-        for row, event in self._run(prompts, seed, tier, settings, drafts=False):
-            if isinstance(event, Result):
-                results[row] = event
-        return [r for r in results if r is not None]
+        return [ticket.result() for ticket in self._submit(prompts, seed, tier, rule, settings, drafts=False)]
 
-    def stream(self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, **settings: Any) -> Iterator[Event]:
+    def stream(
+        self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, rule: str = DEFAULT_RULE, **settings: Any
+    ) -> Iterator[Event]:
         """Answer one prompt, yielding a Draft per pass, a Committed per canvas, and last the Result."""
-        for _, event in self._run([prompt], seed, tier, settings, drafts=True):
-            yield event
+        ticket = self._submit([prompt], seed, tier, rule, settings, drafts=True)[0]
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
-        for message in messages:
-            if set(message) < {"role", "content"} or not isinstance(message.get("content"), str):
-                raise UsageError(f"a message needs the text fields role and content, found {sorted(message)}")
-        if not any(m["content"].strip() for m in messages):
-            raise UsageError("the prompt is empty")
-        if self.tokenizer.chat_template is None:
-            raise UsageError("this checkpoint has no chat template; pass token ids instead of text")
-        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return self._check_ids(encoded["input_ids"])
+    def close(self) -> None:
+        """End what is running and give back all memory but the weights'; a later request takes it anew."""
+        self._desk.close()
 
-    def _check_ids(self, ids: Sequence[int]) -> list[int]:
-        for position, token in enumerate(ids):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.config.vocab_size:
-                raise UsageError(
-                    f"token id {token!r} at position {position} is outside the vocabulary (0 to "
-                    f"{self.config.vocab_size - 1})"
-                )
-        return list(ids)
+    def _submit(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int | Sequence[int],
+        tier: Tier | None,
+        rule: str,
+        changes: dict[str, Any],
+        drafts: bool,
+    ) -> list[Ticket]:
+        tier = tier or self.tier
+        check_choice("tier", tier, TIERS)
+        settings = self.settings.replace(**changes)
+        seeds = self._seeds(seed, len(prompts), tier)
+        requests = [
+            Request(self.encode_prompt(prompt), find_rule(rule), settings, own, drafts)
+            for prompt, own in zip(prompts, seeds, strict=True)
+        ]
+        canvases = -(-settings.max_new_tokens // self.config.canvas_length)
+        # A canvas occupies its whole length even when max_new_tokens cuts it.
+        longest = max(len(request.prompt) for request in requests)
+        check_context(self.config, longest, canvases * self.config.canvas_length)
+        return (self._desk if tier == "turbo" else self._lockstep(tier, seeds)).submit(requests)
 
-    def _stream_for(self, tier: Tier, seeds: list[int]) -> Stream:
-        length, vocab = self.config.canvas_length, self.config.vocab_size
-        if tier == "turbo":
-            return CounterStream(seeds, length, vocab, self.device)
+    def _lockstep(self, tier: Tier, seeds: list[int]) -> Desk:
+        """A desk for one batch of the tiers whose random numbers are the whole batch's."""
         if len(set(seeds)) > 1:
             raise UsageError(f"tier {tier} draws a whole batch from one seed; pass one seed or use tier turbo")
-        return TorchStream(seeds[0], len(seeds), length, vocab, self.device)
+
+        def open_loop(slots: int, positions: int) -> Loop:
+            return Loop(LockstepRunner(self.model, slots, seeds[0]), self.config)
+
+        return Desk(open_loop, len(seeds), self._text, self.config.canvas_length)
 
     def _seeds(self, seed: int | Sequence[int], count: int, tier: Tier) -> list[int]:
         if isinstance(seed, int):
@@ -143,38 +188,17 @@ class Engine:
             raise UsageError(f"{len(seed)} seeds were given for {count} prompts")
         return [check_seed(s) for s in seed]
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        seed: int | Sequence[int],
-        tier: Tier | None,
-        changes: dict[str, Any],
-        drafts: bool,
-    ) -> Iterator[tuple[int, Event]]:
-        tier = tier or self.tier
-        check_choice("tier", tier, TIERS)
-        settings = self.settings.replace(**changes)
-        seeds = self._seeds(seed, len(prompts), tier)
-        requests = [Request(self.encode_prompt(p), s) for p, s in zip(prompts, seeds, strict=True)]
-        yield from self._open(requests, settings, tier, seeds).run(self.device, drafts)
-
-    def _open(self, requests: list[Request], settings: DecodeSettings, tier: Tier, seeds: list[int]) -> Batch:
-        """The batch, on fused passes where the tier and the device allow them."""
-        canvases = -(-settings.max_new_tokens // self.config.canvas_length)
-        longest = max(len(r.prompt) for r in requests)
-        # A canvas occupies its whole length even when max_new_tokens cuts it.
-        check_context(self.config, longest, canvases * self.config.canvas_length)
-        if tier == "turbo" and self.fused is not None:
-            capacity = longest + (canvases - 1) * self.config.canvas_length
-            return SlotBatch(self.runner(len(requests), capacity), self.decode, requests, settings)
-        return ReferenceBatch(self.model, self._stream_for(tier, seeds), self.decode, requests, settings)
-
-    def runner(self, count: int, capacity: int) -> SlotRunner:
-        """The runner of earlier calls where it is as wide and long enough, else a new one."""
-        assert self.fused is not None, "fused passes are available"
-        runner = self._runner
-        if runner is None or runner.slots != count or runner.capacity < capacity:
-            self._runner = None  # its memory is free before the next plan is made
-            # Rounded up, so that a slightly longer prompt does not plan anew.
-            runner = self._runner = SlotRunner(self.fused, count, -(-capacity // 1024) * 1024)
-        return runner
+    def _open_loop(self, slots: int, positions: int) -> Loop:
+        """A loop of tier turbo: on fused passes where the device allows, with as many slots as memory plans for."""
+        slots, positions = max(slots, self._least[0]), max(positions, self._least[1])
+        if self.fused is None:
+            return Loop(EagerRunner(self.model, EAGER_SLOTS if slots < EAGER_SLOTS else slots), self.config)
+        # Rounded up, so that a slightly longer prompt does not plan anew.
+        capacity = -(-positions // 1024) * 1024
+        while True:
+            try:
+                return Loop(GraphRunner(self.fused, slots, capacity), self.config)
+            except MemoryShortage:
+                if slots <= self._least[0]:
+                    raise
+                slots = max(slots // 2, self._least[0])

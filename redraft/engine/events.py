@@ -29,6 +29,7 @@ class Committed:
     canvas: int
     steps: int
     tokens: list[int]
+    finish_reason: str | None = None  # as in Result, of the last canvas
     text: str = ""
 
 

@@ -1,56 +1,47 @@
 """Requests in slots, denoised together: a whole pass is one CUDA graph over fixed buffers.
 
 Nothing in a pass waits for the host. The host replays the graph and reads one small status tensor a pass late; a slot
-whose canvas is done keeps it, whatever passes were already on their way. On a CPU, where Triton's interpreter runs the
-kernels, the same passes are launched one by one.
+whose canvas is done keeps it, whatever passes were already on their way. Passes are captured for several widths, all of
+them before the first request; the narrowest that holds the slots asked for is replayed, with a table of which slot each
+lane is. On a CPU, where Triton's interpreter runs the kernels, the same passes are launched one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from redraft.config import DecodeSettings
+from redraft.decode.rule import DEFAULT_RULE, Rule, find_rule
+from redraft.engine.runner import PIECE, SlotStatus
 from redraft.errors import MemoryShortage
-from redraft.kernels.acceptance import finish_pass, start_canvas
-from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
-from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
 from redraft.kernels.state import OUT_OF_STEPS, Canvases, SlotState
-from redraft.kernels.tables import settings_for
 from redraft.network.arena import SlotArena
-from redraft.network.fused import Buffers, FusedModel
+from redraft.network.fused import Buffers, DenoisePass, FusedModel
 
-PIECE = 1024  # prompt rows a pass, where a prompt has more than a canvas: 64 rows an expert at 128 experts, 8 chosen
-
-
-@dataclass(frozen=True)
-class SlotStatus:
-    """Where a slot stood after a pass: whether its canvas is done, passes so far, and what a draft shows of it."""
-
-    slot: int
-    done: bool
-    canvas: int  # from 0
-    step: int  # from 1
-    argmax: list[int]
-    accepted: list[bool]
-    mean_entropy: float
+_CAPTURING = threading.Lock()  # captures share the state of one GPU
 
 
 class PassGraph:
     """A sequence of launches, captured once and replayed; on a CPU simply run.
 
     Graphs that are never replayed at the same time share the memory of one `pool` (torch.cuda.graph_pool_handle); None
-    is memory of its own.
+    is memory of its own. The launches are not kept: what they belong to may own this graph, and must be freed, graph
+    and all, the moment that nobody uses it, not by a garbage collection in the middle of another capture.
     """
 
     def __init__(self, launches: Callable[[], object], device: torch.device, pool: Any = None):
-        self._launches, self._graph = launches, None
+        self._launches: Callable[[], object] | None = launches
+        self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
+        self._launches = None
         # Ahead of the model's second stream, whose launches should only fill what these leave.
         stream = torch.cuda.Stream(device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -59,196 +50,229 @@ class PassGraph:
                 launches()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with _own_workspaces(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
+        with _nothing_else(), torch.cuda.graph(
+            self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        ):  # fmt: skip
             launches()
 
     def replay(self) -> None:
-        if self._graph is None:
-            self._launches()
-        else:
+        if self._graph is not None:
             self._graph.replay()
+        elif self._launches is not None:
+            self._launches()
 
 
 @contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Have the matrix library take the workspaces of a capture from the graph's own memory.
+def _nothing_else() -> Iterator[None]:
+    """Capture with no garbage collected meanwhile and with the matrix library's workspaces in the graph's own memory.
 
-    torch keeps one for each stream and gives all of them up when any other graph of the stream is deleted, or when
-    torch.compile captures one; a graph that was captured with such a workspace would write into memory of others.
+    A graph that is freed during a capture makes it fail, and with it all later ones. torch keeps a workspace for each
+    stream and gives all of them up when any other graph of the stream is deleted, or when torch.compile captures one; a
+    graph that was captured with such a workspace would write into memory of others.
     """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
+    with _CAPTURING:
+        collected = gc.isenabled()
+        gc.collect()
+        gc.disable()
         torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            if collected:
+                gc.enable()
 
 
-class SlotRunner:
-    """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths.
+def widths(slots: int) -> list[int]:
+    """Widths of captured passes: powers of two, and `slots` itself."""
+    return [*(1 << i for i in range(slots.bit_length()) if 1 << i < slots), slots]
 
-    Use: `admit` a prompt into a slot, `run_pass` until `poll` reports the slot done, then `commit` its canvas and
-    `start` the next one. `reset` comes before the first request of a batch. Raises MemoryShortage when memory
-    is too short.
+
+class GraphRunner:
+    """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths (engine/runner.py).
+
+    Raises MemoryShortage when memory is too short, before any of it is taken.
     """
 
-    def __init__(self, model: FusedModel, slots: int, capacity: int):
-        self.model, self.slots, self.capacity = model, slots, capacity
-        self.config, device = model.config, model.device
-        self.piece = max(min(PIECE, capacity), self.config.canvas_length)
-        self._check_memory()
-        self.arena = SlotArena.allocate(self.config, slots, capacity, self.piece, torch.bfloat16, device)
+    def __init__(self, model: FusedModel, slots: int, capacity: int, rules: Sequence[Rule] = ()):
+        self.model, self.slots, self.capacity, self.device = model, slots, capacity, model.device
+        config, device = model.config, model.device
+        self.short, self.piece = config.canvas_length, piece_rows(model, capacity)
+        _check_memory(model, slots, capacity)
+        self.arena = SlotArena.allocate(config, slots, capacity, self.piece, torch.bfloat16, device)
         self.state = SlotState.allocate(slots, device)
-        self.canvases = Canvases.allocate(slots, self.config.canvas_length, device)
-        self.work = _DenoiseBuffers(model, slots, capacity, device)
-        self._select = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._readers = {n: _Reader(model, n, device) for n in {self.config.canvas_length, self.piece}}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._encodes: dict[tuple[int, int], PassGraph] = {}
-        self._pass: PassGraph | None = None
+        self.canvases = Canvases.allocate(slots, config.canvas_length, device)
+        self.signal = _signal(model, slots, device)
+        self.work = _Work(model, slots, capacity, device)
+        self._own = {rule: self._allocate(rule) for rule in rules or (find_rule(DEFAULT_RULE),)}
+        self._rules: dict[int, Rule] = {}
+        self._owners: dict[int, int] = {}
         self._pending: list[_Snapshot] = []
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        capture = partial(PassGraph, device=device, pool=pool)
+        # Every slot is done as allocated and no lane has tokens, so that the warm-up passes change nothing.
+        self._passes = {
+            (rule, width): capture(partial(self.work.denoise, width, rule, own, *self._shared()))
+            for rule, own in self._own.items()
+            for width in reversed(widths(slots))
+        }
+        self._encodes = {reader: capture(partial(reader.run, model, self.arena)) for reader in self.work.readers()}
+
+    def _allocate(self, rule: Rule) -> Any:
+        return rule.allocate(self.slots, self.model.config.canvas_length, self.model.config.vocab_size, self.device)
+
+    def _shared(self) -> tuple[Any, ...]:
+        return self.model, self.arena, self.state, self.canvases, self.signal
+
+    def admit(
+        self, slot: int, owner: int, rule: Rule, settings: DecodeSettings, seed: int, *, keep: bool, positions: int
+    ) -> None:
+        assert positions <= self.capacity, "the loop refuses what does not fit"
+        if not keep:
+            self.arena.length[slot] = 0
+        self.state.admit(slot, seed)
+        rule.configure(self._own[rule], slot, settings)
+        self._rules[slot], self._owners[slot] = rule, owner
+
+    def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
+        longest = max(map(len, pieces.values()))
+        reader = self.work.reader(len(pieces), longest)
+        reader.fill(pieces, self.slots)
+        self._encodes[reader].replay()
+
+    def start(self, slots: Sequence[int]) -> None:
+        for rule in dict.fromkeys(self._rules[slot] for slot in slots):
+            table = _uploaded([slot for slot in slots if self._rules[slot] is rule], torch.int32, self.device)
+            rule.start(table, self.state, self._own[rule], self.canvases)
+
+    def run_pass(self, slots: Sequence[int]) -> None:
+        rule, left = self._rules[slots[0]], list(slots)
+        # Lanes that are left over take slots whose canvas is done. Other rules may have too few of those.
+        idle = [s for s in range(self.slots) if s not in slots and s not in self._others(rule)]
+        while left:
+            fitting = [w for w in widths(self.slots) if len(left) <= w <= len(left) + len(idle)]
+            width = fitting[0] if fitting else max(w for w in widths(self.slots) if w <= len(left))
+            lanes, left = left[:width], left[width:]
+            self.work.lanes[width].set([*lanes, *idle[: width - len(lanes)]])
+            self._passes[rule, width].replay()
+        self._pending.append(_Snapshot(self.canvases, {slot: self._owners[slot] for slot in slots}))
+
+    def _others(self, rule: Rule) -> list[int]:
+        return [slot for slot in self._owners if self._rules[slot] is not rule]
+
+    def poll(self, drain: bool = False) -> list[SlotStatus]:
+        if not self._pending or (len(self._pending) < 2 and not drain):
+            return []
+        return self._pending.pop(0).read()
+
+    def release(self, slot: int) -> None:
+        self._owners.pop(slot, None)
+        self.state.done[slot] = OUT_OF_STEPS
 
     def reset(self) -> None:
-        """Empty all slots, also those whose requests were abandoned in the middle."""
         self._pending.clear()
+        self._owners.clear()
         self.state.done.fill_(OUT_OF_STEPS)
 
-    def admit(self, slot: int, prompt: list[int], settings: DecodeSettings, seed: int) -> None:
-        """Read a prompt into an empty slot and begin its first canvas."""
-        self._prepare()
-        self.arena.length[slot] = 0
-        self.state.configure(slot, settings, seed)
-        while prompt:
-            size = self.piece if len(prompt) > self.config.canvas_length else self.config.canvas_length
-            self._encode(slot, prompt[:size], size)
-            prompt = prompt[size:]
-        self._start(slot)
-
-    def start(self, slot: int) -> None:
-        """Begin a slot's next canvas."""
-        self.state.canvas_index[slot] += 1
-        self._start(slot)
-
-    def run_pass(self) -> None:
-        """Launch one denoising pass of every slot that is not done, and ask for its status."""
-        assert self._pass is not None, "a slot was admitted"
-        self._pass.replay()
-        self._pending.append(_Snapshot(self.canvases))
-
-    def poll(self, drain: bool = False) -> list[SlotStatus] | None:
-        """Status of all slots after the oldest pass not yet reported; None while only the newest is on its way."""
-        if not self._pending or (len(self._pending) < 2 and not drain):
-            return None
-        return self._pending.pop(0).read(self.slots)
-
-    def commit(self, slot: int, tokens: list[int]) -> None:
-        """Make a finished canvas, the ids of one canvas length, part of the slot's prefix."""
-        self._encode(slot, tokens, self.config.canvas_length)
-
-    def denoise(self) -> None:
-        """One pass over all slots: every launch of it, in order."""
-        config, model, w, length = self.config, self.model, self.work, self.config.canvas_length
-        embed = model.weights.embed
-        self_condition(
-            w.logits, embed, model.weights.self_conditioning, model.conditioning_gate_up, self.state, length,
-            model.embed_scale, config.rms_norm_eps, w.conditioning,
-        )  # fmt: skip
-        model.embed(self.canvases.tokens, w.conditioning.signal, w.rows, canvas=True)
-        model.run_layers(w.rows, self.arena, causal=False)
-        torch.mm(w.rows.next_in, embed.t(), out=w.logits)
-        self.sample()
-
-    def sample(self) -> None:
-        """From the raw logits in `work` to the next canvas: statistics, probabilities, acceptance and stop test."""
-        config, w, length = self.config, self.work, self.config.canvas_length
-        sample(
-            w.logits, self.state, length, config.final_logit_softcap,
-            draw=w.draw, argmax=w.argmax, entropy=w.entropy, confidence=w.confidence, log_norm=w.log_norm,
-            settings=w.sample_settings,
-        )  # fmt: skip
-        # In place: the raw logits have been read, and the next pass wants their probabilities.
-        probabilities(
-            w.logits, w.log_norm, self.state, length, config.final_logit_softcap,
-            out=w.logits, settings=w.probability_settings,
-        )  # fmt: skip
-        finish_pass(w.draw, w.argmax, w.entropy, self.state, self.canvases, length, config.vocab_size)
-
-    def _prepare(self) -> None:
-        if self._pass is None:
-            # Every slot is done as allocated, so the warm-up passes change nothing.
-            self._pass = PassGraph(self.denoise, self.model.device, self._pool)
-
-    def _start(self, slot: int) -> None:
-        self._select.zero_()
-        self._select[slot] = 1
-        start_canvas(self._select, self.state, self.canvases, self.config.canvas_length, self.config.vocab_size)
-
-    def _encode(self, slot: int, tokens: list[int], size: int) -> None:
-        """Read `tokens` into a slot's prefix with a pass of `size` rows; rows after the tokens are computed in vain."""
-        reader, key = self._readers[size], (slot, size)
-        if key not in self._encodes:
-            reader.count.zero_()  # the warm-up passes commit nothing
-            view = self.arena.slot(slot)
-            self._encodes[key] = PassGraph(lambda: reader.run(view), self.model.device, self._pool)
-        reader.fill(tokens)
-        self._encodes[key].replay()
-
-    def _check_memory(self) -> None:
-        if self.model.device.type != "cuda":
-            return
-        needed, free = planned_bytes(self.model, self.slots, self.capacity, self.piece), torch.cuda.mem_get_info()[0]
-        if needed > free:
-            torch.cuda.empty_cache()  # torch keeps what was freed, and the device does not count it
-            free = torch.cuda.mem_get_info()[0]
-        if needed > free:
-            raise MemoryShortage(
-                f"{self.slots} requests of {self.capacity} positions need {needed / 2**30:.1f} GiB beside the weights, "
-                f"{free / 2**30:.1f} GiB are free; use fewer requests, shorter prompts or a lower max_new_tokens"
-            )
+    def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.__dict__.clear()  # graphs, buffers and the arena: nothing else holds them
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
-class _Reader:
-    """Encode passes of `size` rows of one slot, over fixed tokens and a fixed count."""
-
-    def __init__(self, model: FusedModel, size: int, device: torch.device):
-        self._model = model
-        self._buffers = Buffers(model, 1, size)
-        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def fill(self, tokens: list[int]) -> None:
-        self._tokens[: len(tokens)] = torch.tensor(tokens, device=self._tokens.device)
-        self.count.fill_(len(tokens))
-
-    def run(self, slot: SlotArena) -> None:
-        self._model.embed(self._tokens, None, self._buffers, canvas=False)
-        self._model.run_layers(self._buffers, slot, causal=True)
-        self._model.commit(slot, self.count)
+def piece_rows(model: FusedModel, capacity: int) -> int:
+    """Rows of an encode pass of a prompt's piece."""
+    return max(min(PIECE, capacity), model.config.canvas_length)
 
 
-class _DenoiseBuffers:
-    """What a denoise pass writes besides the canvases."""
+class _Work:
+    """What passes of each width write besides the slots' own state. No two of them run at the same time."""
 
     def __init__(self, model: FusedModel, slots: int, capacity: int, device: torch.device):
         config = model.config
-        rows = slots * config.canvas_length
-        self.rows = Buffers(model, slots, config.canvas_length, device)
-        if "full" in self.rows.heads:
-            self.rows.heads["full"].plan_canvases(capacity)
-        self.conditioning = SelfConditioningBuffers.allocate(
-            rows, config.hidden_size, config.intermediate_size, torch.bfloat16, device
-        )
-        # Zeros: a first pass multiplies whatever is here, and ignores the product.
-        self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.bfloat16, device=device)
-        self.draw, self.argmax = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        self.entropy, self.confidence, self.log_norm = (torch.zeros(rows, device=device) for _ in range(3))
-        self.sample_settings = settings_for("sampling.statistics", SAMPLE)
-        self.probability_settings = settings_for("sampling.probabilities", PROBABILITIES)
+        length, self.piece = config.canvas_length, piece_rows(model, capacity)
+        logits = torch.empty(slots * length, config.vocab_size, dtype=torch.bfloat16, device=device)
+        self.length = length
+        self.rows = {width: Buffers(model, width, length, device) for width in widths(slots)}
+        self.passes = {w: DenoisePass(model, rows, capacity, logits[: w * length]) for w, rows in self.rows.items()}
+        self.lanes = {width: _Lanes(width, device) for width in widths(slots)}
+        self._readers = {width: _Reader(rows, device) for width, rows in self.rows.items()}
+        long = self._readers[1] if self.piece == length else _Reader(Buffers(model, 1, self.piece, device), device)
+        self._long = long
+
+    def readers(self) -> list[_Reader]:
+        """One for each width of short pieces, and one for a long piece."""
+        return list(dict.fromkeys((*self._readers.values(), self._long)))
+
+    def reader(self, pieces: int, longest: int) -> _Reader:
+        """The smallest that holds so many pieces."""
+        if longest > self.length:
+            assert pieces == 1, "long pieces are read alone"
+            return self._long
+        return self._readers[min(width for width in self._readers if width >= pieces)]
+
+    def denoise(
+        self,
+        width: int,
+        rule: Rule,
+        own: Any,
+        model: FusedModel,
+        arena: SlotArena,
+        state: SlotState,
+        canvases: Canvases,
+        signal: torch.Tensor,
+    ) -> None:
+        """A pass of the slots in the lanes of that width, every launch of it, in order."""
+        table, work = self.lanes[width].table, self.passes[width]
+        work.run(model, table, arena, state, canvases.tokens, signal)
+        rule.step(work.statistics, table, state, own, canvases)
+
+
+class _Lanes:
+    """Which slot each lane of a width is, on the device."""
+
+    def __init__(self, width: int, device: torch.device):
+        self._slots = list(range(width))
+        self.table = torch.arange(width, dtype=torch.int32, device=device)
+
+    def set(self, slots: list[int]) -> None:
+        if slots != self._slots:
+            self._slots = slots
+            self.table.copy_(_pinned(slots, torch.int32, self.table.device), non_blocking=True)
+
+
+class _Reader:
+    """Encode passes of pieces of several slots, over fixed tokens and fixed counts."""
+
+    def __init__(self, buffers: Buffers, device: torch.device):
+        self._buffers, self._size = buffers, buffers.count
+        self._lanes = _Lanes(buffers.lanes, device)
+        self._tokens = torch.zeros(buffers.lanes * buffers.count, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(buffers.lanes, dtype=torch.int32, device=device)
+
+    def fill(self, pieces: Mapping[int, Sequence[int]], slots: int) -> None:
+        """Rows after a piece's tokens, and lanes without a piece, are computed in vain."""
+        idle = [slot for slot in range(slots) if slot not in pieces]
+        spare = self._buffers.lanes - len(pieces)
+        self._lanes.set([*pieces, *idle[:spare]])
+        rows = [token for piece in pieces.values() for token in [*piece, *[0] * (self._size - len(piece))]]
+        counts = [*map(len, pieces.values()), *[0] * spare]
+        self._tokens[: len(rows)].copy_(_pinned(rows, torch.int64, self._tokens.device), non_blocking=True)
+        self._counts.copy_(_pinned(counts, torch.int32, self._tokens.device), non_blocking=True)
+
+    def run(self, model: FusedModel, arena: SlotArena) -> None:
+        model.embed(self._tokens, self._buffers)
+        model.run_layers(self._buffers, arena, self._lanes.table, causal=True)
+        model.commit(arena, self._lanes.table, self._counts)
 
 
 class _Snapshot:
-    """A copy of the canvases' status on its way to the host."""
+    """A copy of the canvases' status on its way to the host, of slots and who owned them when it was made."""
 
-    def __init__(self, canvases: Canvases):
+    def __init__(self, canvases: Canvases, owners: dict[int, int]):
+        self._owners, self._slots = owners, canvases.status.shape[0]
         pinned = canvases.status.is_cuda
         sources = (canvases.status, canvases.argmax, canvases.accepted, canvases.entropy)
         self._parts = [torch.empty(s.shape, dtype=s.dtype, pin_memory=pinned) for s in sources]
@@ -258,13 +282,14 @@ class _Snapshot:
         if self._event is not None:
             self._event.record()
 
-    def read(self, slots: int) -> list[SlotStatus]:
+    def read(self) -> list[SlotStatus]:
         if self._event is not None:
             self._event.synchronize()
-        status, argmax, accepted, entropy = (part.view(slots, -1) for part in self._parts)
+        status, argmax, accepted, entropy = (part.view(self._slots, -1) for part in self._parts)
         return [
             SlotStatus(
                 slot=slot,
+                owner=owner,
                 done=bool(status[slot, 0]),
                 canvas=int(status[slot, 3]),
                 step=int(status[slot, 1]),
@@ -272,24 +297,55 @@ class _Snapshot:
                 accepted=accepted[slot].bool().tolist(),
                 mean_entropy=float(entropy[slot].mean()),
             )
-            for slot in range(slots)
+            for slot, owner in self._owners.items()
         ]
 
 
-def planned_bytes(model: FusedModel, slots: int, capacity: int, piece: int) -> int:
-    """Bytes of arena and buffers for `slots` requests whose prompts are read in pieces of `piece` rows."""
-    meta, config, length = torch.device("meta"), model.config, model.config.canvas_length
-    arena = SlotArena.allocate(config, slots, capacity, piece, torch.bfloat16, meta)
-    readers = [Buffers(model, 1, n, meta) for n in {length, piece}]
-    parts = [arena, _DenoiseBuffers(model, slots, capacity, meta), *readers]
-    return sum(_tensor_bytes(part) for part in parts)
+def _pinned(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on the host whose copy to the device does not wait."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def _tensor_bytes(node: Any) -> int:
+def _uploaded(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _pinned(values, dtype, device).to(device, non_blocking=True)
+
+
+def _signal(model: FusedModel, slots: int, device: torch.device) -> torch.Tensor:
+    """The self-conditioning signal of each slot's next pass, [S * C, H]."""
+    rows = slots * model.config.canvas_length
+    return torch.zeros(rows, model.config.hidden_size, dtype=torch.bfloat16, device=device)
+
+
+def planned_bytes(model: FusedModel, slots: int, capacity: int) -> int:
+    """Bytes of arena and buffers of a runner."""
+    meta = torch.device("meta")
+    arena = SlotArena.allocate(model.config, slots, capacity, piece_rows(model, capacity), torch.bfloat16, meta)
+    parts = [arena, _signal(model, slots, meta), _Work(model, slots, capacity, meta)]
+    return sum({id(t): t.numel() * t.element_size() for t in _storages(parts)}.values())
+
+
+def _check_memory(model: FusedModel, slots: int, capacity: int) -> None:
+    if model.device.type != "cuda":
+        return
+    needed, free = planned_bytes(model, slots, capacity), torch.cuda.mem_get_info()[0]
+    if needed > free:
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the device does not count it
+        free = torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise MemoryShortage(
+            f"{slots} requests of {capacity} positions need {needed / 2**30:.1f} GiB beside the weights, "
+            f"{free / 2**30:.1f} GiB are free; use fewer requests, shorter prompts or a lower max_new_tokens"
+        )
+
+
+def _storages(node: Any) -> Iterator[torch.Tensor]:
+    """Every tensor below a node, views as the whole that they are of."""
     if isinstance(node, torch.Tensor):
-        return node.numel() * node.element_size()
-    if isinstance(node, dict):
-        node = list(node.values())
-    if isinstance(node, list | tuple):
-        return sum(_tensor_bytes(item) for item in node)
-    return sum(_tensor_bytes(item) for item in vars(node).values()) if hasattr(node, "__dict__") else 0
+        yield node if node._base is None else node._base
+    elif isinstance(node, dict):
+        yield from _storages(list(node.values()))
+    elif isinstance(node, list | tuple):
+        for item in node:
+            yield from _storages(item)
+    elif hasattr(node, "__dict__") and not isinstance(node, FusedModel):
+        yield from _storages(list(vars(node).values()))

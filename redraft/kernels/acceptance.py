@@ -1,7 +1,7 @@
-"""The end of a pass: accept by the entropy bound, re-draw the rest, test whether the canvas is done, count the pass.
+"""The official rule's own state and kernels: accept by the entropy bound, re-draw the rest, test for the end, count.
 
-The torch reference is decode/entropy_bound.py over a CounterStream (`accept`, `StopTest`, `EntropyBoundDecoder`).
-`finish_pass` does a step of it for every slot that is not done, one program a slot; `start_canvas` begins a canvas.
+The torch reference is decode/entropy_bound.py. `finish_pass` does a step of it for every lane whose slot is not done,
+one program a lane; `start_canvas` begins a canvas.
 
 Position i is accepted when the entropies before it in sorted order sum to at most the bound. No sort is needed:
 
@@ -14,6 +14,8 @@ is kept as the number of passes since the argmax last changed, which is at least
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from redraft.kernels.launch import after_previous, early_launch, tl, triton
@@ -24,33 +26,68 @@ _CONVERGED, _OUT_OF_STEPS = tl.constexpr(CONVERGED), tl.constexpr(OUT_OF_STEPS)
 _CHUNK = tl.constexpr(8)  # positions compared with all others at a time: the last sum is over 8 threads of a warp
 
 
+@dataclass
+class EntropyBoundState:
+    """Per-slot tensors [S]: a request's settings, and how long its argmax has stayed."""
+
+    max_steps: torch.Tensor  # int32
+    stability: torch.Tensor  # int32
+    equal: torch.Tensor  # int32, how many passes in a row left the argmax as it was
+    # fp64, because the reference subtracts them before it rounds to fp32.
+    t_min: torch.Tensor
+    t_max: torch.Tensor
+    entropy_bound: torch.Tensor  # fp32
+    confidence_threshold: torch.Tensor  # fp32
+    length: int  # of a canvas
+    vocab: int
+
+    @classmethod
+    def allocate(cls, slots: int, length: int, vocab: int, device: torch.device | str) -> EntropyBoundState:
+        whole = [torch.ones(slots, dtype=torch.int32, device=device) for _ in range(3)]
+        temperatures = [torch.ones(slots, dtype=torch.float64, device=device) for _ in range(2)]
+        bounds = [torch.zeros(slots, device=device) for _ in range(2)]
+        return cls(*whole, *temperatures, *bounds, length, vocab)
+
+
 def finish_pass(
     draw: torch.Tensor,
     argmax: torch.Tensor,
     entropy: torch.Tensor,
-    slots: SlotState,
+    slots: torch.Tensor,
+    state: SlotState,
+    own: EntropyBoundState,
     canvases: Canvases,
-    length: int,
-    vocab: int,
 ) -> None:
-    """Move every slot that is not done by one pass, from the outputs of `sampling.sample`, all [B * length]."""
-    _finish_kernel[(slots.step.shape[0],)](
-        draw, argmax, entropy,
-        canvases.tokens, canvases.argmax, canvases.entropy, canvases.accepted, canvases.equal, canvases.status,
-        slots.seed, slots.canvas_index, slots.step, slots.done, slots.max_steps, slots.stability,
-        slots.entropy_bound, slots.confidence_threshold,
-        vocab, C=length, BLOCK_C=triton.next_power_of_2(max(length, 16)), num_warps=8,
+    """Move the slot of every lane, slots int32 [W], by one pass, unless it is done.
+
+    From the outputs of `sampling.sample`, all [W * C]. Re-drawn tokens are counter-based.
+    """
+    _finish_kernel[(slots.shape[0],)](
+        draw, argmax, entropy, slots,
+        canvases.tokens, canvases.argmax, canvases.entropy, canvases.accepted, canvases.status,
+        state.seed, state.canvas_index, state.step, state.done, state.temperature,
+        own.max_steps, own.stability, own.equal, own.t_min, own.t_max, own.entropy_bound, own.confidence_threshold,
+        own.vocab, C=own.length, BLOCK_C=triton.next_power_of_2(max(own.length, 16)), num_warps=8,
         **early_launch(),
     )  # fmt: skip
 
 
-def start_canvas(select: torch.Tensor, slots: SlotState, canvases: Canvases, length: int, vocab: int) -> None:
-    """Begin the canvas `slots.canvas_index` of each slot with select int32 [B] not zero: random tokens, step 0."""
-    _start_kernel[(slots.step.shape[0],)](
-        select, canvases.tokens, canvases.argmax, canvases.accepted, canvases.equal, canvases.status,
-        slots.seed, slots.canvas_index, slots.step, slots.done,
-        vocab, C=length, BLOCK_C=triton.next_power_of_2(length), num_warps=4,
+def start_canvas(slots: torch.Tensor, state: SlotState, own: EntropyBoundState, canvases: Canvases) -> None:
+    """Begin the next canvas of each slot in slots int32 [W]: random tokens, step 0."""
+    _start_kernel[(slots.shape[0],)](
+        slots, canvases.tokens, canvases.argmax, canvases.accepted, canvases.status,
+        state.seed, state.canvas_index, state.step, state.done, state.temperature,
+        own.max_steps, own.t_min, own.t_max,
+        own.vocab, C=own.length, BLOCK_C=triton.next_power_of_2(own.length), num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _temperature(step, max_steps, t_min, t_max):
+    """decode.entropy_bound.temperature after `step` passes: each operation in fp64, then rounded to fp32."""
+    share = ((max_steps - step).to(tl.float64) / max_steps.to(tl.float64)).to(tl.float32)
+    span = ((t_max - t_min).to(tl.float32).to(tl.float64) * share.to(tl.float64)).to(tl.float32)
+    return (t_min.to(tl.float32).to(tl.float64) + span.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -98,27 +135,30 @@ def _entropy_before(entropy_ptr, mine, position, C: tl.constexpr, BLOCK_C: tl.co
 
 @triton.jit
 def _finish_kernel(
-    draw_ptr, argmax_ptr, entropy_ptr,
-    tokens_ptr, kept_argmax_ptr, kept_entropy_ptr, accepted_ptr, equal_ptr, status_ptr,
-    seed_ptr, canvas_ptr, step_ptr, done_ptr, max_steps_ptr, stability_ptr, bound_ptr, confidence_ptr,
+    draw_ptr, argmax_ptr, entropy_ptr, slots_ptr,
+    tokens_ptr, kept_argmax_ptr, kept_entropy_ptr, accepted_ptr, status_ptr,
+    seed_ptr, canvas_ptr, step_ptr, done_ptr, temperature_ptr,
+    max_steps_ptr, stability_ptr, equal_ptr, t_min_ptr, t_max_ptr, bound_ptr, confidence_ptr,
     vocab, C: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    lane = tl.program_id(0)
+    slot = tl.load(slots_ptr + lane)
     after_previous(EARLY)
-    slot = tl.program_id(0)
     position = tl.arange(0, BLOCK_C)
-    inside, row = position < C, slot * C + position
+    inside, lane_row, row = position < C, lane * C + position, slot * C + position
     # A slot takes as long as its loads, which a branch would let wait: one that is done computes and stores nothing.
     running = tl.load(done_ptr + slot) == 0
-    entropy = tl.load(entropy_ptr + row, mask=inside, other=0.0)
-    argmax = tl.load(argmax_ptr + row, mask=inside, other=0).to(tl.int64)
+    entropy = tl.load(entropy_ptr + lane_row, mask=inside, other=0.0)
+    argmax = tl.load(argmax_ptr + lane_row, mask=inside, other=0).to(tl.int64)
+    draw = tl.load(draw_ptr + lane_row, mask=inside, other=0).to(tl.int64)
     previous = tl.load(kept_argmax_ptr + row, mask=inside, other=0)
-    draw = tl.load(draw_ptr + row, mask=inside, other=0).to(tl.int64)
     step, canvas, seed = tl.load(step_ptr + slot), tl.load(canvas_ptr + slot), tl.load(seed_ptr + slot)
     equal, stability = tl.load(equal_ptr + slot), tl.load(stability_ptr + slot)
     max_steps, bound = tl.load(max_steps_ptr + slot), tl.load(bound_ptr + slot)
     confidence = tl.load(confidence_ptr + slot)
+    t_min, t_max = tl.load(t_min_ptr + slot), tl.load(t_max_ptr + slot)
 
-    before = _entropy_before(entropy_ptr + slot * C, entropy, position, C, BLOCK_C)
+    before = _entropy_before(entropy_ptr + lane * C, entropy, position, C, BLOCK_C)
     accepted = ((before + entropy.to(tl.float64)).to(tl.float32) - entropy <= bound) & inside
     redraw = _random_tokens(seed, canvas, step + 1, position, vocab)
 
@@ -137,25 +177,30 @@ def _finish_kernel(
     tl.store(equal_ptr + slot, equal, mask=running)
     tl.store(step_ptr + slot, step + 1, mask=running)
     tl.store(done_ptr + slot, done, mask=running)
+    tl.store(temperature_ptr + slot, _temperature(step + 1, max_steps, t_min, t_max), mask=running)
     _store_status(status_ptr, slot, done, step + 1, tl.sum(accepted.to(tl.int32), 0), canvas, running)
 
 
 @triton.jit
 def _start_kernel(
-    select_ptr, tokens_ptr, argmax_ptr, accepted_ptr, equal_ptr, status_ptr,
-    seed_ptr, canvas_ptr, step_ptr, done_ptr, vocab, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    slots_ptr, tokens_ptr, argmax_ptr, accepted_ptr, status_ptr,
+    seed_ptr, canvas_ptr, step_ptr, done_ptr, temperature_ptr, max_steps_ptr, t_min_ptr, t_max_ptr,
+    vocab, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    if tl.load(select_ptr + slot) == 0:
-        return
+    slot = tl.load(slots_ptr + tl.program_id(0))
     position = tl.arange(0, BLOCK_C)
     inside, row = position < C, slot * C + position
-    canvas = tl.load(canvas_ptr + slot)
+    canvas = tl.load(canvas_ptr + slot) + 1
     tokens = _random_tokens(tl.load(seed_ptr + slot), canvas, tl.zeros_like(position), position, vocab)
+    first = _temperature(
+        tl.zeros_like(canvas), tl.load(max_steps_ptr + slot), tl.load(t_min_ptr + slot), tl.load(t_max_ptr + slot)
+    )
+    tl.debug_barrier()  # every thread has read the slot's old state
     tl.store(tokens_ptr + row, tokens, mask=inside)
     tl.store(argmax_ptr + row, tokens, mask=inside)
     tl.store(accepted_ptr + row, tl.zeros((BLOCK_C,), tl.int8), mask=inside)
-    tl.store(equal_ptr + slot, 0)
+    tl.store(canvas_ptr + slot, canvas)
     tl.store(step_ptr + slot, 0)
     tl.store(done_ptr + slot, 0)
+    tl.store(temperature_ptr + slot, first)
     _store_status(status_ptr, slot, 0, 0, 0, canvas, True)

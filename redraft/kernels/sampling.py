@@ -39,6 +39,7 @@ class Statistics:
     argmax: torch.Tensor  # int64
     entropy: torch.Tensor  # fp32, nats
     confidence: torch.Tensor  # fp32, the largest probability
+    redraw: torch.Tensor | None = None  # int64, a uniform token; None: the rule makes counter-based ones where needed
 
 
 def stock_statistics(logits: torch.Tensor, generator: torch.Generator) -> Statistics:

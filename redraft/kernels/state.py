@@ -1,6 +1,7 @@
-"""What the kernels behind the head know about each slot of a batch: its decoding settings and where it stands.
+"""Where each slot of a runner stands, and what denoising leaves there: on the device, shared by all decoding rules.
 
-All on the device, one entry a slot, so that a captured pass serves requests with any settings at any step.
+A slot holds one request. A pass works on lanes, and a table int32 [W] says which slot each lane is; so a request keeps
+its slot, and everything in it, whatever width the passes around it have.
 """
 
 from __future__ import annotations
@@ -9,83 +10,58 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.config import DecodeSettings
-
 CONVERGED, OUT_OF_STEPS = 1, 2  # bits of `done`
 
 
 @dataclass
 class SlotState:
-    """Per-slot tensors [B]. `step` counts finished passes: the pass under way has number step + 1."""
+    """Per-slot tensors [S]. `step` counts finished passes: the pass under way has number step + 1."""
 
     seed: torch.Tensor  # int64
-    canvas_index: torch.Tensor  # int32
+    canvas_index: torch.Tensor  # int32, -1 before a request's first canvas
     step: torch.Tensor  # int32
     done: torch.Tensor  # int32, 0 while the canvas is being denoised, else the bits above
-    max_steps: torch.Tensor  # int32
-    stability: torch.Tensor  # int32
-    # fp64, because the reference subtracts them before it rounds to fp32.
-    t_min: torch.Tensor
-    t_max: torch.Tensor
-    entropy_bound: torch.Tensor  # fp32
-    confidence_threshold: torch.Tensor  # fp32
+    temperature: torch.Tensor  # fp32, of the pass under way; the rule writes it
 
     @classmethod
-    def allocate(cls, batch: int, device: torch.device | str) -> SlotState:
+    def allocate(cls, slots: int, device: torch.device | str) -> SlotState:
         """Empty slots: done, so that every kernel leaves them alone."""
-
-        def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(batch, dtype=dtype, device=device)
-
-        whole, real = torch.int32, torch.float32
+        whole = {"dtype": torch.int32, "device": device}
         return cls(
-            seed=zeros(torch.int64),
-            canvas_index=zeros(whole),
-            step=zeros(whole),
-            done=torch.full((batch,), OUT_OF_STEPS, dtype=whole, device=device),
-            max_steps=torch.ones(batch, dtype=whole, device=device),
-            stability=zeros(whole),
-            t_min=torch.ones(batch, dtype=torch.float64, device=device),
-            t_max=torch.ones(batch, dtype=torch.float64, device=device),
-            entropy_bound=zeros(real),
-            confidence_threshold=zeros(real),
+            seed=torch.zeros(slots, dtype=torch.int64, device=device),
+            canvas_index=torch.full((slots,), -1, **whole),
+            step=torch.zeros(slots, **whole),
+            done=torch.full((slots,), OUT_OF_STEPS, **whole),
+            temperature=torch.ones(slots, device=device),
         )
 
-    def configure(self, slot: int, settings: DecodeSettings, seed: int, canvas_index: int = 0) -> None:
-        """Give a slot to a request. Takes effect with the slot's next reset (kernels/acceptance.py)."""
-        self.seed[slot] = seed
-        self.canvas_index[slot] = canvas_index
-        self.max_steps[slot] = settings.max_denoising_steps
-        self.stability[slot] = settings.stability_threshold
-        self.t_min[slot], self.t_max[slot] = settings.t_min, settings.t_max
-        self.entropy_bound[slot] = settings.entropy_bound
-        self.confidence_threshold[slot] = settings.confidence_threshold
+    def admit(self, slot: int, seed: int) -> None:
+        """Give a slot to a request."""
+        self.seed[slot], self.canvas_index[slot], self.done[slot] = seed, -1, OUT_OF_STEPS
 
 
 @dataclass
 class Canvases:
-    """What denoising leaves behind per position, [B * C], and per slot, [B]. A slot that is done keeps its rows."""
+    """What denoising leaves behind per position, [S * C], and per slot. A slot that is done keeps its rows."""
 
     tokens: torch.Tensor  # int64, the canvas that the next pass reads
     argmax: torch.Tensor  # int64, of the last pass: the canvas to commit once the slot is done
     entropy: torch.Tensor  # fp32, nats, of the last pass
     accepted: torch.Tensor  # int8, whether the token was drawn (1) or re-drawn uniformly (0)
-    equal: torch.Tensor  # int32 [B], how many passes in a row left the argmax as it was
-    status: torch.Tensor  # int32 [B, 4] for the host: done, step, accepted positions, canvas index
+    status: torch.Tensor  # int32 [S, 4] for the host: done, step, accepted positions, canvas index
 
     @classmethod
-    def allocate(cls, batch: int, length: int, device: torch.device | str) -> Canvases:
-        """Zeros; kernels/acceptance.py starts a canvas."""
+    def allocate(cls, slots: int, length: int, device: torch.device | str) -> Canvases:
+        """Zeros; a rule starts the first canvas."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        rows = batch * length
+        rows = slots * length
         return cls(
             tokens=zeros(rows, dtype=torch.int64),
             argmax=zeros(rows, dtype=torch.int64),
             entropy=zeros(rows, dtype=torch.float32),
             accepted=zeros(rows, dtype=torch.int8),
-            equal=zeros(batch, dtype=torch.int32),
-            status=zeros(batch, 4, dtype=torch.int32),
+            status=zeros(slots, 4, dtype=torch.int32),
         )

@@ -1,4 +1,4 @@
-"""The KV arena: keys and values of everything committed, preallocated once per batch.
+"""The KV arena: keys and values of everything committed, preallocated.
 
 Full layers keep every row. Sliding layers keep the last `window - 1` rows, which is all that a later position or a
 canvas may see, plus room for one canvas so that most commits write in place. Rows of one layer are contiguous and in
@@ -42,6 +42,14 @@ class LayerCache:
         self.values[:, :, : self.rows] = values[:, :, -self.rows :]
         return keys, values
 
+    def grow(self, rows: int) -> None:
+        """Room for `rows` rows; those stored stay."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(*old.shape[:2], max(rows, old.shape[2]), old.shape[3])
+            new[:, :, : self.rows] = old[:, :, : self.rows]
+            setattr(self, name, new)
+
     def prefix(self) -> KV:
         """The stored rows a canvas may see."""
         first = 0 if self.window is None else max(0, self.rows - (self.window - 1))
@@ -63,7 +71,8 @@ class KVArena:
         device: torch.device,
         padding: torch.Tensor | None = None,
     ):
-        self.capacity = capacity
+        self.batch, self.capacity = batch, capacity
+        self._config = config
         self.length = 0
         self.padding = padding if padding is not None and bool(padding.any()) else None
         self.layers = [
@@ -75,6 +84,14 @@ class KVArena:
             )
             for layer, rows in zip(config.layers, layer_rows(config, capacity), strict=True)
         ]
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions, keeping what is stored."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        for cache, rows in zip(self.layers, layer_rows(self._config, capacity), strict=True):
+            cache.grow(rows)
 
     def advance(self, count: int) -> None:
         """Count `count` more committed positions, after every layer has stored them."""
@@ -140,9 +157,3 @@ class SlotArena:
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             layers.append(SlotLayer(keys, values, rows_cap, ring))
         return cls(layers, torch.zeros(slots, dtype=torch.int32, device=device))
-
-    def slot(self, index: int) -> SlotArena:
-        """A view of one slot."""
-        part = slice(index, index + 1)
-        layers = [SlotLayer(kv.keys[part], kv.values[part], kv.rows_cap, kv.ring) for kv in self.layers]
-        return SlotArena(layers, self.length[part])

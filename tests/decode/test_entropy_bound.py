@@ -6,15 +6,56 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import CANVAS, VOCAB
 
+import redraft
 from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import EntropyBoundDecoder, StopTest, accept, temperature
+from redraft.decode.entropy_bound import ENTROPY_BOUND, accept
+from redraft.decode.rule import find_rule
 from redraft.decode.streams import CounterStream, TorchStream
+from redraft.engine.eager import Rows
+from redraft.errors import UsageError
+from redraft.kernels.state import CONVERGED, OUT_OF_STEPS
+from redraft.network.arena import KVArena
+
+CPU = torch.device("cpu")
 
 
-def test_temperature_falls_linearly():
-    rule = DecodeSettings(max_denoising_steps=4, t_min=0.4, t_max=0.8)
-    assert [round(float(temperature(rule, step)), 6) for step in (1, 2, 3, 4)] == [0.8, 0.7, 0.6, 0.5]
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    return redraft.load(tiny_dir, weights="bf16", device="cpu").model
+
+
+def _rows(model, rule: DecodeSettings, stream, count: int) -> Rows:
+    """Rows of a first canvas, whose logits the test gives."""
+    rows = Rows(model, ENTROPY_BOUND, rule, stream, KVArena(model.config, count, CANVAS, model.dtype, CPU))
+    rows.start()
+    return rows
+
+
+def _logits(*tokens: int, sharpness: float = 30.0) -> torch.Tensor:
+    """Logits [B, C, V] that are sure of one token a row, everywhere."""
+    canvas = torch.tensor(tokens)[:, None].expand(-1, CANVAS)
+    return torch.nn.functional.one_hot(canvas, VOCAB).float() * sharpness
+
+
+def _argmax(rows: Rows) -> list[list[int]]:
+    return rows.canvases.argmax.view(-1, CANVAS)[:, :1].flatten().tolist()
+
+
+def test_temperature_falls_linearly(model):
+    rule = DecodeSettings(max_denoising_steps=4, t_min=0.4, t_max=0.8, confidence_threshold=1e-9)
+    rows, seen = _rows(model, rule, CounterStream([1], CANVAS, VOCAB, CPU), 1), []
+    for _ in range(4):
+        seen.append(round(float(rows.state.temperature[0]), 6))
+        rows.take(torch.randn(1, CANVAS, VOCAB))
+    assert seen == [0.8, 0.7, 0.6, 0.5]
+
+
+def test_rules_are_found_by_name():
+    assert find_rule("entropy-bound") is ENTROPY_BOUND
+    with pytest.raises(UsageError, match="rule is 'greedy', expected one of entropy-bound"):
+        find_rule("greedy")
 
 
 def test_accept_by_hand():
@@ -37,63 +78,59 @@ def test_accept_always_takes_the_surest_and_never_passes_the_bound(values, bound
 
 
 @pytest.mark.parametrize("stability", [0, 1, 2])
-def test_stop_needs_equal_canvases_and_confidence(stability):
-    stop = StopTest(DecodeSettings(stability_threshold=stability, confidence_threshold=0.1))
-    canvas, sure, unsure = torch.tensor([[1, 2], [3, 4]]), torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [0.3, 0.3]])
+def test_stop_needs_equal_canvases_and_confidence(model, stability):
+    rule = DecodeSettings(stability_threshold=stability, confidence_threshold=0.1)
+    rows = _rows(model, rule, CounterStream([1, 2], CANVAS, VOCAB, CPU), 2)
+    sure, half = _logits(5, 6), _logits(5, 6)
+    half[1] /= 10.0
     for _ in range(stability):
-        assert stop(canvas, sure).tolist() == [False, False]
-    assert stop(canvas, unsure).tolist() == [True, False]
-    assert stop(canvas, sure).tolist() == [True, True]
-    changed = torch.tensor([[1, 2], [3, 5]])
-    assert stop(changed, sure).tolist() == [True, stability == 0]
+        rows.take(sure)
+        assert rows.state.done.tolist() == [0, 0]
+    rows.take(half)
+    assert rows.state.done.tolist() == [CONVERGED, 0]
+    rows.take(_logits(5, 7))
+    assert rows.state.done.tolist() == [CONVERGED, CONVERGED if stability == 0 else 0]
+    for _ in range(stability):
+        rows.take(_logits(5, 7))
+    assert rows.state.done.tolist() == [CONVERGED, CONVERGED]
 
 
-def _logits(tokens: list[list[int]], sharpness: float) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(tokens), 8).float() * sharpness
-
-
-def test_decoder_freezes_a_finished_row():
+def test_a_finished_row_keeps_everything(model):
     rule = DecodeSettings(max_denoising_steps=10, confidence_threshold=0.01)
-    decoder = EntropyBoundDecoder(rule, CounterStream([1, 2], 3, 8, torch.device("cpu")), 0)
-    sure = _logits([[1, 2, 3], [4, 5, 6]], 30.0)
-    decoder.step(sure)
-    # Row 0 repeats its canvas, row 1 changes its mind.
-    assert decoder.step(_logits([[1, 2, 3], [4, 5, 7]], 30.0)).done.tolist() == [True, False]
-    frozen = decoder.self_conditioning[0].clone()
-    outcome = decoder.step(_logits([[7, 7, 7], [4, 5, 7]], 30.0))
-    assert outcome.argmax.tolist() == [[1, 2, 3], [4, 5, 7]]
-    assert decoder.canvas.tolist() == [[1, 2, 3], [4, 5, 7]]
-    assert torch.equal(decoder.self_conditioning[0], frozen)
-    assert outcome.done.tolist() == [True, True]
-    assert decoder.finished()
+    rows = _rows(model, rule, CounterStream([1, 2], CANVAS, VOCAB, CPU), 2)
+    rows.take(_logits(1, 4))
+    rows.take(_logits(1, 5))  # row 0 repeats its canvas, row 1 changes its mind
+    assert rows.running() == [1]
+    frozen = rows.self_conditioning[0].clone()
+    rows.take(_logits(7, 5))
+    assert _argmax(rows) == [1, 5] and rows.canvas[:, 0].tolist() == [1, 5]
+    assert torch.equal(rows.self_conditioning[0], frozen)
+    assert rows.canvases.status[:, :2].tolist() == [[CONVERGED, 2], [CONVERGED, 3]]
 
 
-def test_decoder_redraws_what_it_does_not_accept():
+def test_what_is_not_accepted_is_redrawn(model):
     rule = DecodeSettings(entropy_bound=1e-6, max_denoising_steps=5)
-    decoder = EntropyBoundDecoder(rule, CounterStream([3], 64, 8, torch.device("cpu")), 0)
-    logits = torch.zeros(1, 64, 8)
+    rows = _rows(model, rule, CounterStream([3], CANVAS, VOCAB, CPU), 1)
+    logits = torch.zeros(1, CANVAS, VOCAB)
     logits[0, 5, 2] = 30.0
-    outcome = decoder.step(logits)
+    rows.take(logits)
     # The surest position costs nothing, so the next one is within the bound too; a third would not be.
-    assert outcome.accepted[0, 5]
-    assert outcome.accepted.sum() == 2
-    assert decoder.canvas[0, 5] == 2
-    assert len(decoder.canvas[~outcome.accepted].unique()) == 8, "62 uniform draws of 8 tokens"
+    accepted = rows.canvases.accepted.bool()
+    assert accepted[5] and accepted.sum() == 2 and rows.canvas[0, 5] == 2
+    drawn = CounterStream([3], CANVAS, VOCAB, CPU).tokens(0, 1)[0]
+    assert torch.equal(rows.canvas[0][~accepted], drawn[~accepted])
 
 
-def test_decoder_stops_at_its_last_step():
-    decoder = EntropyBoundDecoder(
-        DecodeSettings(max_denoising_steps=2), TorchStream(0, 1, 3, 8, torch.device("cpu")), 0
-    )
+def test_a_canvas_ends_with_its_last_step(model):
+    rows = _rows(model, DecodeSettings(max_denoising_steps=2), TorchStream(0, 1, CANVAS, VOCAB, CPU), 1)
     for _ in range(2):
-        assert not decoder.finished()
-        decoder.step(torch.randn(1, 3, 8))
-    assert decoder.finished()
-    assert decoder.done.tolist() == [False]
+        assert rows.running() == [0]
+        rows.take(torch.randn(1, CANVAS, VOCAB))
+    assert rows.running() == [] and rows.state.done.tolist() == [OUT_OF_STEPS]
 
 
 def test_torch_stream_draws_in_transformers_order():
-    stream = TorchStream(9, 2, 4, 8, torch.device("cpu"))
+    stream = TorchStream(9, 2, 4, 8, CPU)
     logits = torch.randn(2, 4, 8)
     got = (stream.tokens(0, 0), stream.statistics(logits, 0, 1).draw, stream.tokens(0, 1))
     torch.manual_seed(9)

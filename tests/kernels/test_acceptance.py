@@ -1,4 +1,4 @@
-"""The end of a pass on the device against decode/entropy_bound.py, pass for pass."""
+"""The end of a pass on the device against the rule's torch form, pass for pass, lanes in any order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from tolerance import DEVICE
 
 from redraft.config import DecodeSettings
 from redraft.decode import entropy_bound
-from redraft.decode.entropy_bound import EntropyBoundDecoder, temperature
-from redraft.decode.streams import CounterStream
-from redraft.kernels.acceptance import finish_pass, start_canvas
-from redraft.kernels.sampling import counter_statistics, random_tokens
+from redraft.decode.entropy_bound import ENTROPY_BOUND
+from redraft.kernels.sampling import Statistics, counter_statistics, random_tokens
 from redraft.kernels.state import CONVERGED, OUT_OF_STEPS, Canvases, SlotState
 
 SEEDS = (3, -(2**40) - 1, 11)
@@ -29,56 +27,77 @@ def stable_order(monkeypatch):
     monkeypatch.setattr(entropy_bound, "accept", accept)
 
 
-def make(settings, length, seeds=SEEDS, canvas=0):
-    slots, canvases = SlotState.allocate(len(settings), DEVICE), Canvases.allocate(len(settings), length, DEVICE)
-    for b, setting in enumerate(settings):
-        slots.configure(b, setting, seeds[b], canvas_index=canvas + b)
-    for tensor in (canvases.tokens, canvases.argmax, canvases.accepted, canvases.equal, canvases.status):
-        tensor.fill_(-9)
-    return slots, canvases
+class Side:
+    """Slots of one implementation. `settings` are of slots 0, 1, ...; one further slot stays empty."""
+
+    def __init__(self, settings, length, vocab, canvas=0):
+        count = len(settings) + 1
+        self.length, self.vocab = length, vocab
+        self.state = SlotState.allocate(count, DEVICE)
+        self.canvases = Canvases.allocate(count, length, DEVICE)
+        self.own = ENTROPY_BOUND.allocate(count, length, vocab, DEVICE)
+        for b, setting in enumerate(settings):
+            self.state.admit(b, SEEDS[b])
+            self.state.canvas_index[b] = canvas + b - 1
+            ENTROPY_BOUND.configure(self.own, b, setting)
+        for tensor in (self.canvases.tokens, self.canvases.argmax, self.canvases.accepted, self.canvases.status):
+            tensor.fill_(-9)
+
+    def start(self, slots, tokens=None):
+        ENTROPY_BOUND.start(slots, self.state, self.own, self.canvases, tokens)
+
+    def step(self, stats, slots):
+        ENTROPY_BOUND.step(stats, slots, self.state, self.own, self.canvases)
+
+    def uniform(self, slots, step):
+        """The counter-based tokens of these slots [W, C]."""
+        canvases = self.state.canvas_index[slots].tolist()
+        seeds = self.state.seed[slots]
+        rows = [random_tokens(seeds[i : i + 1], self.length, self.vocab, c, step) for i, c in enumerate(canvases)]
+        return torch.cat(rows)
+
+    def tensors(self):
+        parts = {**vars(self.state), **vars(self.canvases), **vars(self.own)}
+        return {name: value for name, value in parts.items() if isinstance(value, torch.Tensor)}
 
 
-def everything(batch):
-    return torch.ones(batch, dtype=torch.int32, device=DEVICE)
+def assert_equal(ours, reference):
+    for (name, mine), other in zip(ours.tensors().items(), reference.tensors().values(), strict=True):
+        assert torch.equal(mine.nan_to_num(7.5), other.nan_to_num(7.5)), name
+
+
+def table(*slots):
+    return torch.tensor(slots, dtype=torch.int32, device=DEVICE)
 
 
 def run(settings, logits_of, length, vocab, canvas=0):
     """Drive both sides to the end and compare everything after every pass. logits_of(b, step) -> [1, C, V]."""
-    batch = len(settings)
-    slots, canvases = make(settings, length, canvas=canvas)
-    start_canvas(everything(batch), slots, canvases, length, vocab)
-    decoders = [
-        EntropyBoundDecoder(s, CounterStream([SEEDS[b]], length, vocab, DEVICE), canvas + b)
-        for b, s in enumerate(settings)
-    ]
-    draw, argmax = (torch.full((batch * length,), -9, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    entropy = torch.full((batch * length,), float("nan"), device=DEVICE)
-    passes = [None] * batch
+    ours, reference = (Side(settings, length, vocab, canvas) for _ in range(2))
+    lanes = table(*reversed(range(len(settings))))
+    ours.start(lanes)
+    reference.state.canvas_index[lanes] += 1
+    first = reference.uniform(lanes, 0)
+    reference.state.canvas_index[lanes] -= 1
+    reference.start(lanes, first)
+    assert_equal(ours, reference)
     for _ in range(max(s.max_denoising_steps for s in settings) + 2):
-        for b, decoder in enumerate(decoders):
-            rows = slice(b * length, (b + 1) * length)
-            if decoder.finished():
-                draw[rows], argmax[rows], entropy[rows] = -1, -1, float("nan")  # a done slot must not read them
+        rows = []
+        for b in lanes.tolist():
+            step, index = int(reference.state.step[b]) + 1, int(reference.state.canvas_index[b])
+            if reference.state.done[b]:  # a done slot must not read its rows
+                none = torch.full((1, length), -1, device=DEVICE)
+                rows.append((none, none, torch.full((1, length), float("nan"), device=DEVICE), none))
                 continue
-            step = decoder.steps + 1
-            logits = logits_of(b, step)
-            scaled = logits / temperature(settings[b], step).to(DEVICE)
-            stats = counter_statistics(scaled, slots.seed[b : b + 1], canvas + b, step)
-            draw[rows], argmax[rows], entropy[rows] = stats.draw[0].int(), stats.argmax[0].int(), stats.entropy[0]
-            passes[b] = decoder.step(logits)
-        finish_pass(draw, argmax, entropy, slots, canvases, length, vocab)
-        for b, (decoder, outcome) in enumerate(zip(decoders, passes, strict=True)):
-            rows = slice(b * length, (b + 1) * length)
-            assert torch.equal(canvases.tokens[rows], decoder.canvas[0])
-            assert torch.equal(canvases.argmax[rows], decoder.argmax[0])
-            assert torch.equal(canvases.entropy[rows], outcome.entropy[0])
-            assert torch.equal(canvases.accepted[rows].bool(), outcome.accepted[0])
-            done = CONVERGED * bool(decoder.done) + OUT_OF_STEPS * (decoder.steps == settings[b].max_denoising_steps)
-            assert [int(slots.done[b]), int(slots.step[b])] == [done, decoder.steps]
-            accepted = int(outcome.accepted.sum())
-            assert canvases.status[b].tolist() == [done, decoder.steps, accepted, canvas + b]
-    assert (slots.done != 0).all()
-    return slots
+            scaled = logits_of(b, step) / reference.state.temperature[b]
+            stats = counter_statistics(scaled, reference.state.seed[b : b + 1], index, step)
+            redraw = random_tokens(reference.state.seed[b : b + 1], length, vocab, index, step)
+            rows.append((stats.draw, stats.argmax, stats.entropy, redraw))
+        draw, argmax, entropy, redraw = (torch.cat(part) for part in zip(*rows, strict=True))
+        ours.step(Statistics(draw.int(), argmax.int(), entropy, entropy), lanes)
+        reference.step(Statistics(draw, argmax, entropy, entropy, redraw), lanes)
+        assert_equal(ours, reference)
+    assert (ours.state.done != 0).all()
+    return ours.state
 
 
 def settling(length, vocab, seed, calm):
@@ -93,7 +112,7 @@ def test_slots_that_settle_at_different_passes(stability):
     settings = [DecodeSettings(max_denoising_steps=9, stability_threshold=stability, confidence_threshold=0.5)] * 3
     slots = run(settings, settling(5, 7, stability, calm=[1, 3, 6]), 5, 7, canvas=4)
     if stability:
-        assert slots.step.tolist() == [1 + stability, 3 + stability, 6 + stability]
+        assert slots.step.tolist()[:-1] == [1 + stability, 3 + stability, 6 + stability]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -118,8 +137,8 @@ def test_the_argmax_may_return_to_an_earlier_canvas():
         return 40.0 * torch.nn.functional.one_hot(torch.full((1, length), canvases[step], device=DEVICE), vocab)
 
     slots = run([DecodeSettings(max_denoising_steps=5)], logits, length, vocab)
-    assert slots.step.tolist() == [4]
-    assert slots.done.tolist() == [CONVERGED]
+    assert slots.step.tolist()[:-1] == [4]
+    assert slots.done.tolist() == [CONVERGED, OUT_OF_STEPS]
 
 
 @pytest.mark.parametrize("length", [1, 17, 255, 256, 257])
@@ -132,50 +151,47 @@ def test_acceptance_alone(length):
     if length > 4:
         entropy[2, 1], entropy[2, 4] = float("inf"), float("nan")
     settings = [DecodeSettings(entropy_bound=bound) for bound in (0.01, 0.3, 0.1)]
-    slots, canvases = make(settings, length)
-    start_canvas(everything(3), slots, canvases, length, 50)
-    draw = torch.arange(3 * length, device=DEVICE, dtype=torch.int32) + 100
-    finish_pass(draw, draw, entropy.flatten(), slots, canvases, length, 50)
+    side, lanes = Side(settings, length, 50), table(0, 1, 2)
+    side.start(lanes)
+    draw = torch.arange(3 * length, device=DEVICE, dtype=torch.int32).view(3, length) + 100
+    side.step(Statistics(draw, draw, entropy, entropy), lanes)
     expected = torch.cat([accept(entropy[b : b + 1], s.entropy_bound) for b, s in enumerate(settings)])
-    accepted = canvases.accepted.view(3, length).bool()
+    accepted = side.canvases.accepted.view(-1, length)[:3].bool()
     assert torch.equal(accepted, expected)
-    redraw = torch.cat([random_tokens(slots.seed[b : b + 1], length, 50, b, 1) for b in range(3)])
-    assert torch.equal(canvases.tokens.view(3, length), torch.where(accepted, draw.view(3, length).long(), redraw))
+    tokens = side.canvases.tokens.view(-1, length)[:3]
+    assert torch.equal(tokens, torch.where(accepted, draw.long(), side.uniform(lanes, 1)))
 
 
 def test_start_canvas_touches_only_the_selected():
     length, vocab = 17, 262_144
-    slots, canvases = make([DecodeSettings()] * 3, length, canvas=7)
-    slots.done[0] = 0
-    slots.step.fill_(5)
-    before = canvases.tokens.clone()
-    select = torch.tensor([0, 1, 0], dtype=torch.int32, device=DEVICE)
-    start_canvas(select, slots, canvases, length, vocab)
-    expected = random_tokens(slots.seed[1:2], length, vocab, 8, 0)[0]
-    assert torch.equal(canvases.tokens[length : 2 * length], expected)
-    assert torch.equal(canvases.argmax[length : 2 * length], expected)
-    assert slots.step.tolist() == [5, 0, 5]
-    assert slots.done.tolist() == [0, 0, OUT_OF_STEPS]
-    assert canvases.status.tolist() == [[-9] * 4, [0, 0, 0, 8], [-9] * 4]
+    side = Side([DecodeSettings()] * 3, length, vocab, canvas=8)
+    side.state.done[0] = 0
+    side.state.step.fill_(5)
+    before = side.canvases.tokens.clone()
+    side.start(table(1))
+    expected = random_tokens(side.state.seed[1:2], length, vocab, 9, 0)[0]
+    assert torch.equal(side.canvases.tokens[length : 2 * length], expected)
+    assert torch.equal(side.canvases.argmax[length : 2 * length], expected)
+    assert side.state.step.tolist() == [5, 0, 5, 5]
+    assert side.state.done.tolist() == [0, 0, OUT_OF_STEPS, OUT_OF_STEPS]
+    assert side.canvases.status.tolist() == [[-9] * 4, [0, 0, 0, 9], [-9] * 4, [-9] * 4]
     for rows in (slice(0, length), slice(2 * length, None)):
-        assert torch.equal(canvases.tokens[rows], before[rows])
+        assert torch.equal(side.canvases.tokens[rows], before[rows])
 
 
 def test_a_new_canvas_forgets_the_last():
     """The second canvas starts with the argmax the first ended on; that is not stability."""
-    length, vocab = 3, 5
-    settings = DecodeSettings(max_denoising_steps=5)
-    slots, canvases = make([settings], length)
-    sure = torch.zeros(length, device=DEVICE)
-    token = torch.full((length,), 2, dtype=torch.int32, device=DEVICE)
+    length, lanes = 3, table(0)
+    side = Side([DecodeSettings(max_denoising_steps=5)], length, 5)
+    token, sure = torch.full((1, length), 2, device=DEVICE), torch.zeros(1, length, device=DEVICE)
     for canvas in range(2):
-        slots.canvas_index[0] = canvas
-        start_canvas(everything(1), slots, canvases, length, vocab)
-        canvases.argmax.fill_(2)
-        finish_pass(token, token, sure, slots, canvases, length, vocab)
-        assert slots.done.tolist() == [0]
-        finish_pass(token, token, sure, slots, canvases, length, vocab)
-        assert slots.done.tolist() == [CONVERGED]
+        side.start(lanes)
+        assert int(side.state.canvas_index[0]) == canvas
+        side.canvases.argmax.fill_(2)
+        side.step(Statistics(token, token, sure, sure), lanes)
+        assert side.state.done.tolist() == [0, OUT_OF_STEPS]
+        side.step(Statistics(token, token, sure, sure), lanes)
+        assert side.state.done.tolist() == [CONVERGED, OUT_OF_STEPS]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,217 @@
+"""Passes of the plain network (network/model.py), for a CPU and for whatever the fused kernels do not cover.
+
+`EagerRunner` passes each slot on its own, so that a request's text does not depend on its company. `LockstepRunner`
+pads a batch on the left and takes every canvas together, with torch's generator: what transformers computes, in its
+order, for tiers `off` and `bitexact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from redraft.config import DecodeSettings
+from redraft.decode.rule import Rule
+from redraft.decode.streams import CounterStream, Stream, TorchStream
+from redraft.engine.events import cut
+from redraft.engine.runner import PIECE, SlotStatus
+from redraft.kernels.state import Canvases, SlotState
+from redraft.network.arena import KVArena
+from redraft.network.model import Model
+
+
+class Rows:
+    """Requests that are at the same canvas and pass: their canvases, their rule's state, their draws.
+
+    A row that is done keeps its canvas, argmax and self-conditioning; the others go on.
+    """
+
+    def __init__(self, model: Model, rule: Rule, settings: DecodeSettings, stream: Stream, arena: KVArena):
+        self.model, self.rule, self.stream, self.arena = model, rule, stream, arena
+        config, device, count = model.config, model.device, arena.batch
+        self.state = SlotState.allocate(count, device)
+        self.canvases = Canvases.allocate(count, config.canvas_length, device)
+        self._own = rule.allocate(count, config.canvas_length, config.vocab_size, device)
+        for row in range(count):
+            rule.configure(self._own, row, settings)
+        self._all = torch.arange(count, dtype=torch.int32, device=device)
+        self._canvas, self._step = -1, 0
+        self.self_conditioning: torch.Tensor | None = None  # the last pass's scaled logits [B, C, V]
+
+    @property
+    def canvas(self) -> torch.Tensor:
+        """What the next pass reads, int64 [B, C]."""
+        return self.canvases.tokens.view(self.arena.batch, -1)
+
+    def running(self) -> list[int]:
+        """Rows whose canvas is not done."""
+        return (self.state.done == 0).nonzero().flatten().tolist()
+
+    def start(self) -> None:
+        """Begin the next canvas of every row."""
+        self._canvas, self._step, self.self_conditioning = self._canvas + 1, 0, None
+        self.rule.start(self._all, self.state, self._own, self.canvases, self.stream.tokens(self._canvas, 0))
+
+    def run_pass(self) -> None:
+        """One denoising pass."""
+        self.take(self.model.denoise(self.canvas, self.arena, self.self_conditioning))
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Move every row that is not done by a pass's soft-capped logits fp32 [B, C, V]."""
+        self._step += 1
+        running = self.state.done == 0
+        scaled = logits / self.state.temperature[:, None, None]
+        stats = self.stream.statistics(scaled, self._canvas, self._step)
+        stats.redraw = self.stream.tokens(self._canvas, self._step)
+        self.rule.step(stats, self._all, self.state, self._own, self.canvases)
+        earlier = self.self_conditioning
+        self.self_conditioning = scaled if earlier is None else torch.where(running[:, None, None], scaled, earlier)
+
+    def status(self, row: int, slot: int, owner: int) -> SlotStatus:
+        """What the host learns of a row."""
+        done, step, _, canvas = self.canvases.status[row].tolist()
+        length = self.model.config.canvas_length
+        at = slice(row * length, (row + 1) * length)
+        return SlotStatus(
+            slot=slot,
+            owner=owner,
+            done=bool(done),
+            canvas=canvas,
+            step=step,
+            argmax=self.canvases.argmax[at].tolist(),
+            accepted=self.canvases.accepted[at].bool().tolist(),
+            mean_entropy=float(self.canvases.entropy[at].mean()),
+        )
+
+
+class _Eager:
+    """What the two runners below share."""
+
+    def __init__(self, model: Model, slots: int):
+        self.model, self.slots, self.device = model, slots, model.device
+        self.capacity = model.config.max_position_embeddings
+        self._owners: dict[int, int] = {}
+        self._statuses: list[SlotStatus] = []
+
+    def poll(self, drain: bool = False) -> list[SlotStatus]:
+        statuses, self._statuses = self._statuses, []
+        return statuses
+
+    def release(self, slot: int) -> None:
+        self._owners.pop(slot, None)
+
+    def reset(self) -> None:
+        self._owners.clear()
+        self._statuses.clear()
+
+    def _arena(self, batch: int, positions: int, padding: torch.Tensor | None = None) -> KVArena:
+        model = self.model
+        return KVArena(model.config, batch, positions, model.dtype, model.device, padding)
+
+
+class EagerRunner(_Eager):
+    """Slots of their own lengths, canvases and passes, one after the other."""
+
+    def __init__(self, model: Model, slots: int):
+        super().__init__(model, slots)
+        self.short, self.piece = model.config.canvas_length, max(PIECE, model.config.canvas_length)
+        self._rows: dict[int, Rows] = {}
+
+    def admit(
+        self, slot: int, owner: int, rule: Rule, settings: DecodeSettings, seed: int, *, keep: bool, positions: int
+    ) -> None:
+        config = self.model.config
+        arena = self._rows[slot].arena if keep else self._arena(1, positions)
+        arena.reserve(positions)
+        stream = CounterStream([seed], config.canvas_length, config.vocab_size, self.device)
+        self._rows[slot], self._owners[slot] = Rows(self.model, rule, settings, stream, arena), owner
+
+    def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
+        for slot, tokens in pieces.items():
+            self.model.encode(torch.tensor([list(tokens)], device=self.device), self._rows[slot].arena)
+
+    def start(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._rows[slot].start()
+
+    def run_pass(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            rows = self._rows[slot]
+            rows.run_pass()
+            self._statuses.append(rows.status(0, slot, self._owners[slot]))
+
+    def reset(self) -> None:
+        super().reset()
+        self._rows.clear()
+
+    def close(self) -> None:
+        self.reset()
+
+
+class LockstepRunner(_Eager):
+    """One batch that begins together. A slot that is done waits until all are; then every row takes its next canvas.
+
+    Rows of requests that are over go on unread, as in transformers, whose draws they are a part of.
+    """
+
+    def __init__(self, model: Model, slots: int, seed: int):
+        super().__init__(model, slots)
+        self.short = self.piece = self.capacity
+        self._seed, self._rows = seed, None
+        self._pending: dict[int, list[int]] = {}
+        self._finished: set[int] = set()
+
+    def admit(
+        self, slot: int, owner: int, rule: Rule, settings: DecodeSettings, seed: int, *, keep: bool, positions: int
+    ) -> None:
+        self._owners[slot], self._rule, self._settings = owner, rule, settings
+
+    def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
+        self._pending.update({slot: list(tokens) for slot, tokens in pieces.items()})
+
+    def start(self, slots: Sequence[int]) -> None:
+        pass  # with the rest of the batch
+
+    def run_pass(self, slots: Sequence[int]) -> None:
+        rows = self._rows or self._begin()
+        running = rows.running()
+        if not running:
+            self.model.encode(self._committed(rows), rows.arena)
+            rows.start()
+            running = rows.running()
+        rows.run_pass()
+        self._statuses += [rows.status(row, row, self._owners[row]) for row in running if row in self._owners]
+
+    def close(self) -> None:
+        self.reset()
+        self._rows = None
+
+    def _begin(self) -> Rows:
+        """Read all prompts, padded on the left, and start the first canvas."""
+        config, pending = self.model.config, self._pending
+        prompts = [pending[slot] for slot in range(self.slots)]
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        canvases = -(-self._settings.max_new_tokens // config.canvas_length)
+        left = torch.tensor(padding, device=self.device)
+        arena = self._arena(self.slots, longest + (canvases - 1) * config.canvas_length, left)
+        stream = TorchStream(self._seed, self.slots, config.canvas_length, config.vocab_size, self.device)
+        self._rows = Rows(self.model, self._rule, self._settings, stream, arena)
+        tokens = [[config.pad_token_id] * count + prompt for count, prompt in zip(padding, prompts, strict=True)]
+        self.model.encode(torch.tensor(tokens, device=self.device), arena)
+        self._rows.start()
+        pending.clear()
+        return self._rows
+
+    def _committed(self, rows: Rows) -> torch.Tensor:
+        """What every row commits, int64 [B, C]: requests that are over end with padding after their end token."""
+        length, pad = self.model.config.canvas_length, self.model.config.pad_token_id
+        taken = []
+        for slot, canvas in enumerate(rows.canvases.argmax.view(self.slots, length).tolist()):
+            kept = self._pending.pop(slot, None)
+            if kept is None:
+                kept = [] if slot in self._finished else cut(canvas, self._settings.eos_token_ids, length)[0]
+                self._finished.add(slot)
+            taken.append(kept + [pad] * (length - len(kept)))
+        return torch.tensor(taken, device=self.device)

@@ -1,0 +1,215 @@
+"""Callers of a loop, in any number of threads: each waits for its own events, and whoever waits steps for all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+from redraft.engine.events import Event, Result
+from redraft.engine.loop import Loop, Request
+from redraft.engine.text import Speech, Text
+from redraft.errors import RedraftError, UsageError
+
+OpenLoop = Callable[[int, int], Loop]  # of so many slots, or fewer where memory ends, of so many positions
+
+
+class Ticket:
+    """A request that was submitted: iterate for its events, the Result last.
+
+    A ticket that nobody holds any more is cancelled.
+    """
+
+    def __init__(self, desk: Desk, request: Request, speech: Speech):
+        self._desk, self._speech, self.request = desk, speech, request
+        self._events: deque[Event] = deque()
+        self._failure: BaseException | None = None
+        self._over = False
+        self._result: Result | None = None
+
+    def __iter__(self) -> Iterator[Event]:
+        """Events from where the last iteration stopped: a Draft per pass if asked for, a Committed per canvas, Result.
+
+        Raises what made the request fail.
+        """
+        while (event := self._desk.next_event(self)) is not None:
+            yield event
+
+    def cancel(self) -> None:
+        """Give the request up, at whatever pass it is. Events that were not read are gone."""
+        self._desk.cancel(self)
+
+    def result(self) -> Result:
+        """Wait for the answer. Raises what made the request fail, RedraftError when it was cancelled."""
+        for _ in self:
+            pass
+        if self._result is None:
+            raise RedraftError("the request was cancelled")
+        return self._result
+
+    def _take(self, event: Event) -> None:
+        event = self._speech.add(event)
+        self._events.append(event)
+        if isinstance(event, Result):
+            self._result, self._over = event, True
+
+    def _end(self, failure: BaseException | None) -> None:
+        self._failure, self._over = failure, True
+        self._events.clear()
+
+
+class Desk:
+    """One loop and the tickets of its requests.
+
+    The loop is opened for the first requests, and whenever it is idle and too small opened anew with more slots, up to
+    `most_slots`, and longer ones.
+    """
+
+    def __init__(self, open_loop: OpenLoop, most_slots: int, text: Text, canvas_length: int):
+        self._open, self._most_slots, self._text, self._canvas_length = open_loop, most_slots, text, canvas_length
+        self._turn = threading.Condition()
+        self._stepping = False
+        self._loop: Loop | None = None
+        self._queue: deque[Ticket] = deque()  # not yet in the loop
+        self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
+        self._dropped: deque[Ticket] = deque()
+
+    def open(self, slots: int, positions: int) -> None:
+        """Open the loop now, before any request."""
+        with self._alone():
+            self._close_loop()
+            self._loop = self._open(slots, positions)
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Put requests in line. Raises UsageError or MemoryShortage when one can never run; then none does."""
+        tickets = [Ticket(self, request, Speech(self._text)) for request in requests]
+        with self._alone():
+            self._queue.extend(tickets)
+            try:
+                self._fill()
+            except BaseException:
+                for ticket in tickets:
+                    self.cancel(ticket)
+                self._forget_dropped()
+                raise
+        return tickets
+
+    def next_event(self, ticket: Ticket) -> Event | None:
+        """The ticket's next event, None when there are no more. Steps the loop, or waits for who is stepping it."""
+        while True:
+            with self._turn:
+                while self._stepping and not ticket._events and not ticket._over:
+                    self._turn.wait()
+                if ticket._events:
+                    return ticket._events.popleft()
+                if ticket._failure is not None:
+                    raise ticket._failure
+                if ticket._over:
+                    return None
+                self._stepping = True
+            try:
+                self._step()
+            finally:
+                with self._turn:
+                    self._stepping = False
+                    self._turn.notify_all()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See Ticket.cancel. Never waits: it may be called by a finaliser, in the middle of a step."""
+        ticket._end(None)
+        self._dropped.append(ticket)
+
+    def close(self) -> None:
+        """Cancel everything and give the loop's memory back; the next request opens another."""
+        with self._alone():
+            self._abandon(RedraftError("the engine was closed"))
+            self._close_loop()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the turn while no step is running."""
+        with self._turn:
+            while self._stepping:
+                self._turn.wait()
+            try:
+                yield
+            finally:
+                self._turn.notify_all()
+
+    def _step(self) -> None:
+        """One step of the loop; runs while `_stepping` keeps everybody else out."""
+        try:
+            self._forget_dropped()
+            self._fill()
+            if self._loop is not None:
+                for number, event in self._loop.step():
+                    ticket = self._tickets.get(number)
+                    if ticket is None:
+                        self._loop.cancel(number)
+                    elif not ticket._over:
+                        ticket._take(event)
+        except BaseException as e:
+            broken = isinstance(e, Exception)
+            self._abandon(e if isinstance(e, Exception) else RedraftError("another request was interrupted"))
+            if self._loop is not None and not broken:
+                self._loop.reset()
+            else:
+                self._close_loop()
+            raise
+
+    def _fill(self) -> None:
+        """Move requests from the queue into the loop, which is opened anew if it is idle and too small."""
+        if not self._queue:
+            return
+        if self._loop is None or self._loop.idle:
+            self._grow()
+        assert self._loop is not None
+        while self._queue:
+            busy = not self._loop.idle
+            if busy and self._loop.live >= self._loop.runner.slots < self._most_slots:
+                return  # once those ahead are answered, there will be more slots
+            try:
+                number = self._loop.add(self._queue[0].request)
+            except UsageError:
+                if busy:
+                    return  # likewise, and longer ones
+                raise
+            self._tickets[number] = self._queue.popleft()
+
+    def _grow(self) -> None:
+        """Open a loop that holds what is queued, unless the present one does."""
+        slots = min(len(self._queue), self._most_slots)
+        positions = max(ticket.request.positions(self._canvas_length) for ticket in self._queue)
+        if self._loop is not None:
+            runner = self._loop.runner
+            if runner.slots >= slots and runner.capacity >= positions:
+                return
+            slots, positions = max(slots, runner.slots), max(positions, runner.capacity)
+            self._close_loop()  # its memory is free before the next one is planned
+        self._loop = self._open(slots, positions)
+        if self._loop.runner.slots < slots:
+            self._most_slots = self._loop.runner.slots
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            ticket = self._dropped.popleft()
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+            for number in [n for n, other in self._tickets.items() if other is ticket]:
+                if self._loop is not None:
+                    self._loop.cancel(number)
+                del self._tickets[number]
+
+    def _abandon(self, failure: Exception) -> None:
+        for ticket in [*self._queue, *self._tickets.values()]:
+            if not ticket._over:
+                ticket._end(failure)
+        self._queue.clear()
+        self._tickets.clear()
+
+    def _close_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.runner.close()
+            self._loop = None
