@@ -112,10 +112,10 @@ class FusedGreedy:
 
     def _launch(self) -> None:
         """One step of all slots: every launch of it, in order."""
-        model, rows = self.runner.model, self._rows
-        model.embed(self._token, None, rows, canvas=False)
-        model.run_layers(rows, self.runner.arena, causal=True)
-        model.commit(self._one_row, self._count)
+        model, rows, slots = self.runner.model, self._rows, self.runner._all
+        model.embed(self._token, rows)
+        model.run_layers(rows, self.runner.arena, slots, causal=True)
+        model.commit(self._one_row, slots, self._count)
         # The soft-cap keeps the order of logits, so that the largest is found without it.
         torch.mm(rows.next_in, model.weights.embed.t(), out=self._logits)
         torch.argmax(self._logits, dim=-1, out=self._token)

@@ -51,7 +51,9 @@ class FusedStep:
             return lambda: [call(layer) for layer in model.layers]
 
         return {
-            "embed": lambda: model.embed(runner.canvases.tokens, runner.work.conditioning.signal, rows, canvas=True),
+            "embed": lambda: model.embed(
+                runner.canvases.tokens, rows, runner._all, runner.work.signal, runner.state.step
+            ),
             "self-conditioning": self._self_condition,
             "attention": self._attention,
             "dense": every_layer(lambda layer: model.dense(layer, rows)),
@@ -66,13 +68,13 @@ class FusedStep:
         model, runner = self.model, self.runner
         self_condition(
             runner.work.logits, model.weights.embed, model.weights.self_conditioning, model.conditioning_gate_up,
-            runner.state, self.config.canvas_length, model.embed_scale, self.config.rms_norm_eps,
-            runner.work.conditioning,
+            runner.state.done, runner._all, model.embed_scale, self.config.rms_norm_eps, runner.work.conditioning,
+            runner.work.signal,
         )  # fmt: skip
 
     def _attention(self) -> None:
         for index in range(len(self.model.layers)):
-            self.model.attention(index, self.runner.work.rows, self.runner.arena, causal=False)
+            self.model.attention(index, self.runner.work.rows, self.runner.arena, self.runner._all, causal=False)
 
     def _experts(self, layer: FusedLayer) -> None:
         b = self.runner.work.rows

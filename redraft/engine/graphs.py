@@ -101,6 +101,7 @@ class SlotRunner:
         self.canvases = Canvases.allocate(slots, self.config.canvas_length, device)
         self.work = _DenoiseBuffers(model, slots, capacity, device)
         self._select = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._all = torch.arange(slots, dtype=torch.int32, device=device)
         self._readers = {n: _Reader(model, n, device) for n in {self.config.canvas_length, self.piece}}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._encodes: dict[tuple[int, int], PassGraph] = {}
@@ -146,28 +147,34 @@ class SlotRunner:
 
     def denoise(self) -> None:
         """One pass over all slots: every launch of it, in order."""
-        config, model, w, length = self.config, self.model, self.work, self.config.canvas_length
+        config, model, w = self.config, self.model, self.work
         embed = model.weights.embed
-        self_condition(
-            w.logits, embed, model.weights.self_conditioning, model.conditioning_gate_up, self.state, length,
-            model.embed_scale, config.rms_norm_eps, w.conditioning,
-        )  # fmt: skip
-        model.embed(self.canvases.tokens, w.conditioning.signal, w.rows, canvas=True)
-        model.run_layers(w.rows, self.arena, causal=False)
+        self._set_temperature()
+        model.embed(self.canvases.tokens, w.rows, self._all, w.signal, self.state.step)
+        model.run_layers(w.rows, self.arena, self._all, causal=False)
         torch.mm(w.rows.next_in, embed.t(), out=w.logits)
         self.sample()
+        self_condition(
+            w.logits, embed, model.weights.self_conditioning, model.conditioning_gate_up, self.state.done, self._all,
+            model.embed_scale, config.rms_norm_eps, w.conditioning, w.signal,
+        )  # fmt: skip
+
+    def _set_temperature(self) -> None:
+        state = self.state
+        share = ((state.max_steps - state.step).double() / state.max_steps).float()
+        state.temperature.copy_(state.t_min.float() + (state.t_max - state.t_min).float() * share)
 
     def sample(self) -> None:
         """From the raw logits in `work` to the next canvas: statistics, probabilities, acceptance and stop test."""
         config, w, length = self.config, self.work, self.config.canvas_length
         sample(
-            w.logits, self.state, length, config.final_logit_softcap,
+            w.logits, self.state, self._all, config.final_logit_softcap,
             draw=w.draw, argmax=w.argmax, entropy=w.entropy, confidence=w.confidence, log_norm=w.log_norm,
             settings=w.sample_settings,
         )  # fmt: skip
         # In place: the raw logits have been read, and the next pass wants their probabilities.
         probabilities(
-            w.logits, w.log_norm, self.state, length, config.final_logit_softcap,
+            w.logits, w.log_norm, self.state, self._all, config.final_logit_softcap,
             out=w.logits, settings=w.probability_settings,
         )  # fmt: skip
         finish_pass(w.draw, w.argmax, w.entropy, self.state, self.canvases, length, config.vocab_size)
@@ -187,8 +194,8 @@ class SlotRunner:
         reader, key = self._readers[size], (slot, size)
         if key not in self._encodes:
             reader.count.zero_()  # the warm-up passes commit nothing
-            view = self.arena.slot(slot)
-            self._encodes[key] = PassGraph(lambda: reader.run(view), self.model.device, self._pool)
+            lane = self._all[slot : slot + 1]
+            self._encodes[key] = PassGraph(lambda: reader.run(self.arena, lane), self.model.device, self._pool)
         reader.fill(tokens)
         self._encodes[key].replay()
 
@@ -219,10 +226,10 @@ class _Reader:
         self._tokens[: len(tokens)] = torch.tensor(tokens, device=self._tokens.device)
         self.count.fill_(len(tokens))
 
-    def run(self, slot: SlotArena) -> None:
-        self._model.embed(self._tokens, None, self._buffers, canvas=False)
-        self._model.run_layers(self._buffers, slot, causal=True)
-        self._model.commit(slot, self.count)
+    def run(self, arena: SlotArena, slots: torch.Tensor) -> None:
+        self._model.embed(self._tokens, self._buffers)
+        self._model.run_layers(self._buffers, arena, slots, causal=True)
+        self._model.commit(arena, slots, self.count)
 
 
 class _DenoiseBuffers:
@@ -237,8 +244,8 @@ class _DenoiseBuffers:
         self.conditioning = SelfConditioningBuffers.allocate(
             rows, config.hidden_size, config.intermediate_size, torch.bfloat16, device
         )
-        # Zeros: a first pass multiplies whatever is here, and ignores the product.
-        self.logits = torch.zeros(rows, config.vocab_size, dtype=torch.bfloat16, device=device)
+        self.signal = torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=device)
+        self.logits = torch.empty(rows, config.vocab_size, dtype=torch.bfloat16, device=device)
         self.draw, self.argmax = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.entropy, self.confidence, self.log_norm = (torch.zeros(rows, device=device) for _ in range(3))
         self.sample_settings = settings_for("sampling.statistics", SAMPLE)

@@ -22,6 +22,7 @@ class SlotState:
     canvas_index: torch.Tensor  # int32
     step: torch.Tensor  # int32
     done: torch.Tensor  # int32, 0 while the canvas is being denoised, else the bits above
+    temperature: torch.Tensor  # fp32, of the pass under way
     max_steps: torch.Tensor  # int32
     stability: torch.Tensor  # int32
     # fp64, because the reference subtracts them before it rounds to fp32.
@@ -43,6 +44,7 @@ class SlotState:
             canvas_index=zeros(whole),
             step=zeros(whole),
             done=torch.full((batch,), OUT_OF_STEPS, dtype=whole, device=device),
+            temperature=torch.ones(batch, dtype=real, device=device),
             max_steps=torch.ones(batch, dtype=whole, device=device),
             stability=zeros(whole),
             t_min=torch.ones(batch, dtype=torch.float64, device=device),

@@ -1,8 +1,9 @@
 """The network as launches over fixed buffers: what `model.py` computes, fused for a GPU.
 
 Every buffer is allocated before the first pass, and every value that changes from pass to pass is read on the device,
-so that a whole pass can be captured as a CUDA graph (`graphs.py`) and replayed. Rows of a pass are [slots * N, ...]: a
-slot holds one request, N is the canvas length in a denoise pass and the length of a prompt's piece in an encode pass.
+so that a whole pass can be captured as a CUDA graph (`graphs.py`) and replayed. Rows of a pass are [lanes * N, ...]: N
+is the canvas length in a denoise pass and the length of a prompt's piece in an encode pass. A slot holds one request;
+`slots` int32 [lanes], on the device, says whose rows a pass works on, all distinct.
 
 Per layer: QKV product; norms, rope and K/V into the arena in one launch; attention; output product; residual and the
 three pre-norms in one launch; then two branches that a GPU runs side by side, the dense MLP and the router with the
@@ -90,40 +91,45 @@ class FusedModel:
             inv_freq=inverse_frequencies(layer).to(self.device),
         )
 
-    def embed(self, tokens: torch.Tensor, signal: torch.Tensor | None, b: Buffers, *, canvas: bool) -> None:
-        """Start a pass: tokens int64 [R] into the residual stream and the first layer's input.
+    def embed(
+        self, tokens: torch.Tensor, b: Buffers, slots: torch.Tensor | None = None,
+        signal: torch.Tensor | None = None, step: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Start a pass: tokens into the residual stream and the first layer's input.
 
-        canvas: with self-conditioning's post-norm, as a denoise pass; signal [R, H] or None.
+        Without slots an encode pass, tokens int64 [R] by lane. With slots a denoise pass, with self-conditioning's
+        post-norm: canvases int64 [S * C], signal [S * C, H] and step int32 [S], by slot, or without a signal.
         """
         embed_norms(
-            tokens, self.weights.embed, self.embed_scale, signal, self.config.rms_norm_eps,
-            self.weights.layers[0].input_layernorm, normed=canvas, x=b.x, next_in=b.next_in,
+            tokens, self.weights.embed, self.embed_scale, self.config.rms_norm_eps,
+            self.weights.layers[0].input_layernorm, normed=slots is not None, x=b.x, next_in=b.next_in,
+            slots=slots, signal=signal, step=step,
         )  # fmt: skip
 
-    def run_layers(self, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
-        """All layers over the rows in `b` for the slots of `arena`; b.next_in is then the final norm's output."""
+    def run_layers(self, b: Buffers, arena: SlotArena, slots: torch.Tensor, *, causal: bool) -> None:
+        """All layers over the rows in `b`; b.next_in is then the final norm's output."""
         norms = [w.input_layernorm for w in self.weights.layers[1:]] + [self.weights.norm]
         for index, (layer, next_weight) in enumerate(zip(self.layers, norms, strict=True)):
-            self.attention(index, b, arena, causal=causal)
+            self.attention(index, b, arena, slots, causal=causal)
             self.feed_forward(layer, b, next_weight, causal=causal)
 
-    def attention(self, index: int, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
+    def attention(self, index: int, b: Buffers, arena: SlotArena, slots: torch.Tensor, *, causal: bool) -> None:
         """From a layer's normed input to b.delta, the attention's output product."""
         layer, kv = self.layers[index], arena.layers[index]
         h, w = b.heads[layer.config.kind], layer.weights
         torch.mm(b.next_in, layer.qkv.t(), out=h.qkv)
         qkv_norm_rope(
-            h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, self.config.rms_norm_eps,
+            h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, slots, self.config.rms_norm_eps,
             q_out=h.q, keys=kv.keys, values=kv.values, rows_cap=kv.rows_cap,
         )  # fmt: skip
         if h.canvas is not None and not causal:
             attend_canvas(
-                h.q, kv.keys, kv.values, arena.length, kv.rows_cap,
+                h.q, kv.keys, kv.values, arena.length, slots, kv.rows_cap,
                 out=h.out, scratch=h.canvas, settings=h.canvas_settings,
             )  # fmt: skip
         else:
             attend(
-                h.q, kv.keys, kv.values, arena.length, kv.rows_cap, causal,
+                h.q, kv.keys, kv.values, arena.length, slots, kv.rows_cap, causal,
                 self.config.sliding_window if kv.ring else None,
                 out=h.out, scratch=h.scratch, settings=h.settings,
             )  # fmt: skip
@@ -180,11 +186,11 @@ class FusedModel:
         )  # fmt: skip
         assign_slots(b.chosen, config.num_experts, b.tile_rows, **vars(b.assigned), counts=b.counts)
 
-    def commit(self, arena: SlotArena, count: torch.Tensor) -> None:
-        """Make the first count[slot] in-flight rows, int32 [slots], part of every layer's prefix."""
+    def commit(self, arena: SlotArena, slots: torch.Tensor, count: torch.Tensor) -> None:
+        """Make the first count[lane] in-flight rows, int32 [lanes], part of every layer's prefix."""
         for kv in arena.layers:
-            commit_rows(kv.keys, kv.values, arena.length, count, kv.rows_cap, ring=kv.ring)
-        advance(arena.length, count)
+            commit_rows(kv.keys, kv.values, arena.length, slots, count, kv.rows_cap, ring=kv.ring)
+        advance(arena.length, slots, count)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
