@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
-from redraft.decode.entropy_bound import EntropyBoundDecoder, temperature
+from redraft.engine.eager import Rows
 from redraft.engine.engine import Engine
 
 EXCUSED_MARGIN = 1e-5
@@ -91,24 +91,22 @@ class _Trace:
         self.margins: list[float] = []
 
     def install(self, patch: Any) -> None:
-        original = EntropyBoundDecoder.step
+        original = Rows.take
         trace = self
 
-        def step(decoder: EntropyBoundDecoder, logits: torch.Tensor) -> Any:
-            outcome = original(decoder, logits)
-            trace.argmax.append(outcome.argmax.clone())
-            trace.margins.append(_margin(decoder, logits))
-            return outcome
+        def take(rows: Rows, logits: torch.Tensor) -> None:
+            trace.margins.append(_margin(rows, logits))
+            original(rows, logits)
+            trace.argmax.append(rows.canvases.argmax.view(rows.canvas.shape).clone())
 
-        patch.setattr(EntropyBoundDecoder, "step", step)
+        patch.setattr(Rows, "take", take)
 
 
-def _margin(decoder: EntropyBoundDecoder, logits: torch.Tensor) -> float:
-    settings = decoder._settings
-    scaled = logits / temperature(settings, decoder.steps)
+def _margin(rows: Rows, logits: torch.Tensor) -> float:
+    own, scaled = rows.own, logits / rows.state.temperature[:, None, None]
     top = scaled.topk(2, dim=-1).values
     entropy = torch.distributions.Categorical(logits=scaled, validate_args=False).entropy()
     ordered = entropy.sort(dim=-1).values
-    slack = (ordered.cumsum(-1) - ordered - settings.entropy_bound).abs()
-    confident = (entropy.mean(-1) - settings.confidence_threshold).abs()
+    slack = (ordered.cumsum(-1) - ordered - own.entropy_bound[:, None]).abs()
+    confident = (entropy.mean(-1) - own.confidence_threshold).abs()
     return float(min((top[..., 0] - top[..., 1]).min(), slack.min(), confident.min()))

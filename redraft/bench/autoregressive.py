@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 
 from redraft.config import DecodeSettings
+from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.engine.events import cut
-from redraft.engine.graphs import PassGraph, SlotRunner
+from redraft.engine.graphs import GraphRunner, PassGraph
+from redraft.engine.runner import read_prompts
 from redraft.kernels.tables import settings_for
 from redraft.network.arena import KVArena, SlotArena, SlotLayer
 from redraft.network.fused import Buffers
@@ -62,14 +64,14 @@ class ReferenceGreedy:
 
 
 class FusedGreedy:
-    """On fused passes of one row a slot, in the slots and the arena of a SlotRunner; a step is one CUDA graph.
+    """On fused passes of one row a slot, in the slots and the arena of a GraphRunner; a step is one CUDA graph.
 
     Tokens, their count and the end test stay on the device. The host learns a step late whether all answers have ended.
     A slot whose answer has ended is computed on in vain. The runner needs room for prompt and answer; its own requests
     are gone after `read`.
     """
 
-    def __init__(self, runner: SlotRunner, max_new_tokens: int, end_tokens: Collection[int]):
+    def __init__(self, runner: GraphRunner, max_new_tokens: int, end_tokens: Collection[int]):
         self.runner, self.max_new_tokens, self.end_tokens = runner, max_new_tokens, end_tokens
         model, slots, device = runner.model, runner.slots, runner.model.device
         self._rows = Buffers(model, slots, 1)
@@ -83,6 +85,7 @@ class FusedGreedy:
         self._ended = torch.zeros(slots, dtype=torch.bool, device=device)
         self._all_ended = torch.zeros(1, dtype=torch.bool, device=device)
         self._one_row = _first_rows(runner.arena, 1)
+        self._all = torch.arange(slots, dtype=torch.int32, device=device)
         self._count = torch.zeros(slots, dtype=torch.int32, device=device)  # the warm-up steps commit nothing
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._step = PassGraph(self._launch, device, pool)
@@ -94,8 +97,7 @@ class FusedGreedy:
         longest = max(map(len, prompts))
         assert longest - 1 + self.max_new_tokens <= self.runner.capacity, "the runner has room for prompt and answer"
         self.runner.reset()
-        for slot, prompt in enumerate(prompts):
-            self.runner.admit(slot, prompt[:-1], DecodeSettings(), seed=0)
+        read_prompts(self.runner, [prompt[:-1] for prompt in prompts], ENTROPY_BOUND, DecodeSettings())
         self._token.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         self._made.zero_()
         self._ended.zero_()
@@ -112,10 +114,10 @@ class FusedGreedy:
 
     def _launch(self) -> None:
         """One step of all slots: every launch of it, in order."""
-        model, rows = self.runner.model, self._rows
-        model.embed(self._token, None, rows, canvas=False)
-        model.run_layers(rows, self.runner.arena, causal=True)
-        model.commit(self._one_row, self._count)
+        model, rows, slots = self.runner.model, self._rows, self._all
+        model.embed(self._token, rows)
+        model.run_layers(rows, self.runner.arena, slots, causal=True)
+        model.commit(self._one_row, slots, self._count)
         # The soft-cap keeps the order of logits, so that the largest is found without it.
         torch.mm(rows.next_in, model.weights.embed.t(), out=self._logits)
         torch.argmax(self._logits, dim=-1, out=self._token)

@@ -23,6 +23,7 @@ from redraft.bench.roofline import Roofline, Work, save_figure
 from redraft.bench.step import expert_spec
 from redraft.bench.timing import synchronize, wall_ms
 from redraft.config import DecodeSettings
+from redraft.engine.graphs import GraphRunner
 from redraft.errors import MemoryShortage
 from redraft.evaluate.statistics import percentile
 
@@ -194,7 +195,9 @@ class _Comparison:
         if self.lockstep:
             return ReferenceGreedy(self.engine.model, limit, ends)
         # Room for both: an answer token by token ends where its last canvas would.
-        return FusedGreedy(self.engine.runner(self.size, longest + limit), limit, ends)
+        assert self.engine.fused is not None, "not in lockstep"
+        runner = GraphRunner(self.engine.fused, self.size, longest + limit, rules=())
+        return FusedGreedy(runner, limit, ends)
 
     def _warm_up(self) -> None:
         """Everything compiles and every graph is captured: both sizes of pieces that prompts are read in, each arm."""

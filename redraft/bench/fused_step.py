@@ -1,20 +1,19 @@
-"""The fused passes of `graphs.SlotRunner` as a benchmark runs them."""
+"""Captured passes of `graphs.GraphRunner` as a benchmark runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
-from redraft.engine.graphs import SlotRunner
+from redraft.decode.entropy_bound import ENTROPY_BOUND
+from redraft.engine.graphs import GraphRunner
+from redraft.engine.runner import read_prompts
 from redraft.kernels.experts import expert_rows, prepare_rows
-from redraft.kernels.self_conditioning import self_condition
 from redraft.network.fused import FusedLayer, FusedModel
 
 
 class FusedStep:
-    """A batch in the slots of a SlotRunner; implements `step.DenoiseStep`."""
+    """A batch in the slots of a GraphRunner; implements `step.DenoiseStep`."""
 
     name = "fused"
     capturable = True
@@ -22,21 +21,23 @@ class FusedStep:
     def __init__(self, model: FusedModel, batch: int, prompt_tokens: int, seed: int):
         self.model, self.config = model, model.config
         self.prompts = random_tokens(self.config.vocab_size, (batch, prompt_tokens), seed, model.device).tolist()
-        self.runner = SlotRunner(model, batch, prompt_tokens)
-        b = self.runner.work.rows
+        self.runner = GraphRunner(model, batch, prompt_tokens)
+        self.slots = list(range(batch))
+        self._pass, self._table = self.runner.work.passes[batch], self.runner.work.lanes[batch].table
+        b = self._pass.rows
         # BF16 experts return a new tensor from every call: another of its shape serves for timing what follows.
         self._expert_rows = b.experts.out if b.experts else b.x.repeat_interleave(self.config.top_k_experts, dim=0)
-        self.runner.reset()
         self.run_encode()
         self.run_pass()
 
     def run_pass(self) -> object:
-        self.runner.run_pass()
+        self.runner.run_pass(self.slots)
         return self.runner.poll()
 
     def run_encode(self) -> object:
-        for slot, prompt in enumerate(self.prompts):
-            self.runner.admit(slot, prompt, ENDLESS_SETTINGS, seed=slot)
+        self.runner.reset()
+        read_prompts(self.runner, self.prompts, ENTROPY_BOUND, ENDLESS_SETTINGS)
+        self.runner.start(self.slots)
         return None
 
     def fused(self) -> Mapping[str, str]:
@@ -44,43 +45,39 @@ class FusedStep:
 
     def parts(self) -> Mapping[str, Callable[[], object]]:
         """The launches of a pass by part; norms that end another launch (of the embedding, of q and k) stay there."""
-        model, runner = self.model, self.runner
-        rows = runner.work.rows
+        model, runner, work, table = self.model, self.runner, self._pass, self._table
+        state, own = runner.state, runner.own(ENTROPY_BOUND)
 
         def every_layer(call: Callable[[FusedLayer], object]) -> Callable[[], object]:
             return lambda: [call(layer) for layer in model.layers]
 
+        def sampling() -> None:
+            work.sample(model, table, state)
+            ENTROPY_BOUND.step(work.statistics, table, state, own, runner.canvases)
+
         return {
-            "embed": lambda: model.embed(runner.canvases.tokens, runner.work.conditioning.signal, rows, canvas=True),
-            "self-conditioning": self._self_condition,
+            "embed": lambda: model.embed(runner.canvases.tokens, work.rows, table, runner.signal, state.step),
+            "self-conditioning": lambda: work.condition(model, table, state, runner.signal),
             "attention": self._attention,
-            "dense": every_layer(lambda layer: model.dense(layer, rows)),
-            "router": every_layer(lambda layer: model.route(layer, rows)),
+            "dense": every_layer(lambda layer: model.dense(layer, work.rows)),
+            "router": every_layer(lambda layer: model.route(layer, work.rows)),
             "experts": every_layer(self._experts),
             "norms": every_layer(self._norms),
-            "head": lambda: torch.mm(rows.next_in, model.weights.embed.t(), out=runner.work.logits),
-            "sampling": self.runner.sample,
+            "head": lambda: work.head(model),
+            "sampling": sampling,
         }
-
-    def _self_condition(self) -> None:
-        model, runner = self.model, self.runner
-        self_condition(
-            runner.work.logits, model.weights.embed, model.weights.self_conditioning, model.conditioning_gate_up,
-            runner.state, self.config.canvas_length, model.embed_scale, self.config.rms_norm_eps,
-            runner.work.conditioning,
-        )  # fmt: skip
 
     def _attention(self) -> None:
         for index in range(len(self.model.layers)):
-            self.model.attention(index, self.runner.work.rows, self.runner.arena, causal=False)
+            self.model.attention(index, self._pass.rows, self.runner.arena, self._table, causal=False)
 
     def _experts(self, layer: FusedLayer) -> None:
-        b = self.runner.work.rows
+        b = self._pass.rows
         prepare_rows(b.expert_in, b.experts)
         expert_rows(b.expert_in, b.group_sums, layer.experts, b.assigned, b.experts)
 
     def _norms(self, layer: FusedLayer) -> None:
         """The two launches of `FusedModel.feed_forward` around its branches."""
-        b = self.runner.work.rows
+        b = self._pass.rows
         self.model.join_attention(layer, b)
         self.model.join_feed_forward(layer, b, self._expert_rows, layer.weights.input_layernorm, causal=False)

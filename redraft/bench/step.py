@@ -17,8 +17,9 @@ from redraft.bench.roofline import Point, Roofline, Work
 from redraft.bench.timing import Timing, interleave, measure, peak_bytes, reset_peak, wall_ms
 from redraft.bench.work import PARTS, encode_work, pass_work
 from redraft.config import DecodeSettings, QuantSpec
-from redraft.decode.entropy_bound import EntropyBoundDecoder
+from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.decode.streams import CounterStream
+from redraft.engine.eager import Rows
 from redraft.errors import UsageError
 from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
@@ -108,12 +109,13 @@ class ReferenceStep:
         self.prompt = random_tokens(self.config.vocab_size, (batch, prompt_tokens), seed, model.device)
         self.arena = self._encoded()
         stream = CounterStream(list(range(batch)), self.config.canvas_length, self.config.vocab_size, model.device)
-        self.decoder = EntropyBoundDecoder(ENDLESS_SETTINGS, stream, 0)
+        self.rows = Rows(model, ENTROPY_BOUND, ENDLESS_SETTINGS, stream, self.arena)
+        self.rows.start()
         self.run_pass()
 
     def run_pass(self) -> object:
-        decoder = self.decoder
-        return decoder.step(self.model.denoise(decoder.canvas, self.arena, decoder.self_conditioning))
+        self.rows.run_pass()
+        return None
 
     def run_encode(self) -> object:
         return self._encoded()
@@ -131,7 +133,7 @@ class ReferenceStep:
     def parts(self) -> Mapping[str, Callable[[], object]]:
         """The network's own pieces, fed with this canvas's embeddings in every layer."""
         model, weights, eps = self.model, self.model.weights, self.config.rms_norm_eps
-        x = model._embed(self.decoder.canvas)
+        x = model._embed(self.rows.canvas)
         flat = x.flatten(0, -2)
         hidden = rms_norm(x, weights.norm, eps)
         logits = model.head(hidden)
@@ -162,15 +164,15 @@ class ReferenceStep:
                 run_experts(flat, w.experts, routing, index)
 
         return {
-            "embed": lambda: model._embed(self.decoder.canvas),
-            "self-conditioning": lambda: model._self_condition(x, self.decoder.self_conditioning),
+            "embed": lambda: model._embed(self.rows.canvas),
+            "self-conditioning": lambda: model._self_condition(x, self.rows.self_conditioning),
             "attention": lambda: self._attention(x),
             "dense": dense,
             "router": router,
             "experts": experts,
             "norms": norms,
             "head": lambda: model.head(hidden),
-            "sampling": lambda: self.decoder.step(logits),
+            "sampling": lambda: self.rows.take(logits),
         }
 
     def _route(self, flat: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:

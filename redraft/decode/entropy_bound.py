@@ -31,7 +31,7 @@ def temperature(own: EntropyBoundState, slots: torch.Tensor, step: torch.Tensor)
 
 
 def accept(entropy: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
-    """bool [B, C] for entropies fp32 [B, C]: positions whose smaller entropies sum to at most `bound` nats, or [B, 1]."""
+    """bool [B, C] for entropies fp32 [B, C]: whose smaller ones sum to at most `bound` nats, a number or [B, 1]."""
     ordered, index = torch.sort(entropy, dim=-1)
     chosen = torch.cumsum(ordered, dim=-1) - ordered <= bound
     return torch.zeros_like(chosen).scatter(-1, index, chosen)
@@ -78,8 +78,8 @@ class EntropyBound:
         self, stats: Statistics, slots: torch.Tensor, state: SlotState, own: EntropyBoundState, canvases: Canvases
     ) -> None:
         if stats.redraw is None:
-            outputs = stats.draw, stats.argmax, stats.entropy
-            finish_pass(*(t.view(-1) for t in outputs), slots, state, own, canvases)
+            draw, argmax, entropy = (t.view(-1) for t in (stats.draw, stats.argmax, stats.entropy))
+            finish_pass(draw, argmax, entropy, slots, state, own, canvases)
             return
         at = slots.long()
         running = state.done[at] == 0

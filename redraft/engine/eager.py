@@ -32,9 +32,9 @@ class Rows:
         config, device, count = model.config, model.device, arena.batch
         self.state = SlotState.allocate(count, device)
         self.canvases = Canvases.allocate(count, config.canvas_length, device)
-        self._own = rule.allocate(count, config.canvas_length, config.vocab_size, device)
+        self.own = rule.allocate(count, config.canvas_length, config.vocab_size, device)
         for row in range(count):
-            rule.configure(self._own, row, settings)
+            rule.configure(self.own, row, settings)
         self._all = torch.arange(count, dtype=torch.int32, device=device)
         self._canvas, self._step = -1, 0
         self.self_conditioning: torch.Tensor | None = None  # the last pass's scaled logits [B, C, V]
@@ -51,7 +51,7 @@ class Rows:
     def start(self) -> None:
         """Begin the next canvas of every row."""
         self._canvas, self._step, self.self_conditioning = self._canvas + 1, 0, None
-        self.rule.start(self._all, self.state, self._own, self.canvases, self.stream.tokens(self._canvas, 0))
+        self.rule.start(self._all, self.state, self.own, self.canvases, self.stream.tokens(self._canvas, 0))
 
     def run_pass(self) -> None:
         """One denoising pass."""
@@ -64,7 +64,7 @@ class Rows:
         scaled = logits / self.state.temperature[:, None, None]
         stats = self.stream.statistics(scaled, self._canvas, self._step)
         stats.redraw = self.stream.tokens(self._canvas, self._step)
-        self.rule.step(stats, self._all, self.state, self._own, self.canvases)
+        self.rule.step(stats, self._all, self.state, self.own, self.canvases)
         earlier = self.self_conditioning
         self.self_conditioning = scaled if earlier is None else torch.where(running[:, None, None], scaled, earlier)
 
@@ -91,7 +91,7 @@ class _Eager:
     def __init__(self, model: Model, slots: int):
         self.model, self.slots, self.device = model, slots, model.device
         self.capacity = model.config.max_position_embeddings
-        self._owners: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
         self._statuses: list[SlotStatus] = []
 
     def poll(self, drain: bool = False) -> list[SlotStatus]:
@@ -99,10 +99,10 @@ class _Eager:
         return statuses
 
     def release(self, slot: int) -> None:
-        self._owners.pop(slot, None)
+        self.owners.pop(slot, None)
 
     def reset(self) -> None:
-        self._owners.clear()
+        self.owners.clear()
         self._statuses.clear()
 
     def _arena(self, batch: int, positions: int, padding: torch.Tensor | None = None) -> KVArena:
@@ -125,7 +125,7 @@ class EagerRunner(_Eager):
         arena = self._rows[slot].arena if keep else self._arena(1, positions)
         arena.reserve(positions)
         stream = CounterStream([seed], config.canvas_length, config.vocab_size, self.device)
-        self._rows[slot], self._owners[slot] = Rows(self.model, rule, settings, stream, arena), owner
+        self._rows[slot], self.owners[slot] = Rows(self.model, rule, settings, stream, arena), owner
 
     def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
         for slot, tokens in pieces.items():
@@ -139,7 +139,7 @@ class EagerRunner(_Eager):
         for slot in slots:
             rows = self._rows[slot]
             rows.run_pass()
-            self._statuses.append(rows.status(0, slot, self._owners[slot]))
+            self._statuses.append(rows.status(0, slot, self.owners[slot]))
 
     def reset(self) -> None:
         super().reset()
@@ -158,14 +158,15 @@ class LockstepRunner(_Eager):
     def __init__(self, model: Model, slots: int, seed: int):
         super().__init__(model, slots)
         self.short = self.piece = self.capacity
-        self._seed, self._rows = seed, None
+        self._seed = seed
+        self._rows: Rows | None = None
         self._pending: dict[int, list[int]] = {}
         self._finished: set[int] = set()
 
     def admit(
         self, slot: int, owner: int, rule: Rule, settings: DecodeSettings, seed: int, *, keep: bool, positions: int
     ) -> None:
-        self._owners[slot], self._rule, self._settings = owner, rule, settings
+        self.owners[slot], self._rule, self._settings = owner, rule, settings
 
     def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
         self._pending.update({slot: list(tokens) for slot, tokens in pieces.items()})
@@ -181,7 +182,7 @@ class LockstepRunner(_Eager):
             rows.start()
             running = rows.running()
         rows.run_pass()
-        self._statuses += [rows.status(row, row, self._owners[row]) for row in running if row in self._owners]
+        self._statuses += [rows.status(row, row, self.owners[row]) for row in running if row in self.owners]
 
     def close(self) -> None:
         self.reset()
@@ -197,12 +198,12 @@ class LockstepRunner(_Eager):
         left = torch.tensor(padding, device=self.device)
         arena = self._arena(self.slots, longest + (canvases - 1) * config.canvas_length, left)
         stream = TorchStream(self._seed, self.slots, config.canvas_length, config.vocab_size, self.device)
-        self._rows = Rows(self.model, self._rule, self._settings, stream, arena)
+        rows = self._rows = Rows(self.model, self._rule, self._settings, stream, arena)
         tokens = [[config.pad_token_id] * count + prompt for count, prompt in zip(padding, prompts, strict=True)]
         self.model.encode(torch.tensor(tokens, device=self.device), arena)
-        self._rows.start()
+        rows.start()
         pending.clear()
-        return self._rows
+        return rows
 
     def _committed(self, rows: Rows) -> torch.Tensor:
         """What every row commits, int64 [B, C]: requests that are over end with padding after their end token."""

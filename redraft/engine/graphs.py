@@ -91,10 +91,11 @@ def widths(slots: int) -> list[int]:
 class GraphRunner:
     """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths (engine/runner.py).
 
-    Raises MemoryShortage when memory is too short, before any of it is taken.
+    rules: those whose passes are captured, by default the official one. Raises MemoryShortage when memory is too short,
+    before any of it is taken.
     """
 
-    def __init__(self, model: FusedModel, slots: int, capacity: int, rules: Sequence[Rule] = ()):
+    def __init__(self, model: FusedModel, slots: int, capacity: int, rules: Sequence[Rule] | None = None):
         self.model, self.slots, self.capacity, self.device = model, slots, capacity, model.device
         config, device = model.config, model.device
         self.short, self.piece = config.canvas_length, piece_rows(model, capacity)
@@ -104,7 +105,7 @@ class GraphRunner:
         self.canvases = Canvases.allocate(slots, config.canvas_length, device)
         self.signal = _signal(model, slots, device)
         self.work = _Work(model, slots, capacity, device)
-        self._own = {rule: self._allocate(rule) for rule in rules or (find_rule(DEFAULT_RULE),)}
+        self._own = {rule: self._allocate(rule) for rule in _official(rules)}
         self._rules: dict[int, Rule] = {}
         self._owners: dict[int, int] = {}
         self._pending: list[_Snapshot] = []
@@ -117,6 +118,10 @@ class GraphRunner:
             for width in reversed(widths(slots))
         }
         self._encodes = {reader: capture(partial(reader.run, model, self.arena)) for reader in self.work.readers()}
+
+    def own(self, rule: Rule) -> Any:
+        """The tensors of a rule, as its `allocate` returned them."""
+        return self._own[rule]
 
     def _allocate(self, rule: Rule) -> Any:
         return rule.allocate(self.slots, self.model.config.canvas_length, self.model.config.vocab_size, self.device)
@@ -180,6 +185,10 @@ class GraphRunner:
         self.__dict__.clear()  # graphs, buffers and the arena: nothing else holds them
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+def _official(rules: Sequence[Rule] | None) -> Sequence[Rule]:
+    return (find_rule(DEFAULT_RULE),) if rules is None else rules
 
 
 def piece_rows(model: FusedModel, capacity: int) -> int:

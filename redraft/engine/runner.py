@@ -74,3 +74,19 @@ class Runner(Protocol):
     def close(self) -> None:
         """Give all memory back at once. The runner is of no use afterwards."""
         ...
+
+
+def read_prompts(
+    runner: Runner, prompts: Sequence[list[int]], rule: Rule, settings: DecodeSettings, seeds: Sequence[int] = ()
+) -> None:
+    """Admit a prompt to each of the first slots and read it whole: what the loop does piece by piece, for a benchmark.
+
+    seeds: by default the numbers of the slots.
+    """
+    for slot, prompt in enumerate(prompts):
+        seed = seeds[slot] if seeds else slot
+        runner.admit(slot, slot, rule, settings, seed, keep=False, positions=len(prompt))
+        while prompt:
+            size = runner.piece if len(prompt) > runner.short else runner.short
+            runner.read({slot: prompt[:size]})
+            prompt = prompt[size:]

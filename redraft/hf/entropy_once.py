@@ -11,7 +11,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import StopTest, accept
+from redraft.decode.entropy_bound import accept
 
 
 class EntropyOnceSampler(EntropyBoundSampler):
@@ -36,14 +36,21 @@ class EntropyOnceStopping(DiffusionGemmaAdaptiveStopping):
     what is computed for them is OR-ed with True.
     """
 
+    _earlier: torch.Tensor | None
+    _equal: torch.Tensor | int  # passes in a row that left a row's argmax as it was, [B] from the first pass on
+
     def __init__(self, settings: DecodeSettings, sampler: EntropyOnceSampler):
         self._settings, self._sampler = settings, sampler
         self.reset()
 
     def __call__(self, argmax_canvas: torch.Tensor, logits: Any = None, **kwargs: Any) -> Any:
         """bool [B] from the pass's argmax int64 [B, C]; the sampler has the entropies of its logits already."""
-        return self._test(argmax_canvas, self._sampler.entropy)
+        sure = self._sampler.entropy.mean(dim=-1) < self._settings.confidence_threshold
+        same = torch.zeros_like(sure) if self._earlier is None else (self._earlier == argmax_canvas).all(dim=-1)
+        self._equal = torch.where(same, self._equal + 1, 0)
+        self._earlier = argmax_canvas
+        return sure & (self._equal >= self._settings.stability_threshold)
 
     def reset(self) -> None:
         """Forget the earlier canvases."""
-        self._test = StopTest(self._settings)
+        self._earlier, self._equal = None, 0

@@ -57,14 +57,18 @@ class FusedSampler(EntropyOnceSampler):
         """
         batch, length, vocab = logits.shape
         slots = self._start(batch, length, logits.device)
-        slots.step.fill_(self._settings.max_denoising_steps - remaining)
+        settings = self._settings
+        slots.step.fill_(settings.max_denoising_steps - remaining)
+        if settings.t_min is not None and settings.t_max is not None:
+            share = torch.tensor(remaining, dtype=torch.int32) / settings.max_denoising_steps
+            slots.temperature.fill_(float(settings.t_min + (settings.t_max - settings.t_min) * share))
         slots.done.copy_(finished)
         if remaining == self._settings.max_denoising_steps:
             slots.canvas_index += 1
         flat, log_norm = logits.view(-1, vocab), self._log_norm
         outputs = {name: getattr(self, name).view(-1) for name in ("draw", "argmax", "entropy", "confidence")}
-        sample(flat, slots, length, softcap, **outputs, log_norm=log_norm)
-        probabilities(flat, log_norm, slots, length, softcap, out=flat)
+        sample(flat, slots, self._lanes, softcap, **outputs, log_norm=log_norm)
+        probabilities(flat, log_norm, slots, self._lanes, softcap, out=flat)
         return Probabilities(logits)
 
     def _start(self, batch: int, length: int, device: torch.device) -> SlotState:
@@ -72,10 +76,7 @@ class FusedSampler(EntropyOnceSampler):
             slots = self._slots = SlotState.allocate(batch, device)
             slots.seed.random_()
             slots.canvas_index.fill_(-1)
-            slots.max_steps.fill_(self._settings.max_denoising_steps)
-            if self._settings.t_min is not None and self._settings.t_max is not None:
-                slots.t_min.fill_(self._settings.t_min)
-                slots.t_max.fill_(self._settings.t_max)
+            self._lanes = torch.arange(batch, dtype=torch.int32, device=device)
             self.draw = torch.zeros(batch, length, dtype=torch.int64, device=device)
             self.argmax = torch.zeros_like(self.draw)
             self.entropy = torch.zeros(batch, length, dtype=torch.float32, device=device)

@@ -30,6 +30,8 @@ _CHUNK = tl.constexpr(8)  # positions compared with all others at a time: the la
 class EntropyBoundState:
     """Per-slot tensors [S]: a request's settings, and how long its argmax has stayed."""
 
+    length: int  # of a canvas
+    vocab: int
     max_steps: torch.Tensor  # int32
     stability: torch.Tensor  # int32
     equal: torch.Tensor  # int32, how many passes in a row left the argmax as it was
@@ -38,15 +40,13 @@ class EntropyBoundState:
     t_max: torch.Tensor
     entropy_bound: torch.Tensor  # fp32
     confidence_threshold: torch.Tensor  # fp32
-    length: int  # of a canvas
-    vocab: int
 
     @classmethod
     def allocate(cls, slots: int, length: int, vocab: int, device: torch.device | str) -> EntropyBoundState:
         whole = [torch.ones(slots, dtype=torch.int32, device=device) for _ in range(3)]
         temperatures = [torch.ones(slots, dtype=torch.float64, device=device) for _ in range(2)]
         bounds = [torch.zeros(slots, device=device) for _ in range(2)]
-        return cls(*whole, *temperatures, *bounds, length, vocab)
+        return cls(length, vocab, *whole, *temperatures, *bounds)
 
 
 def finish_pass(

@@ -2,8 +2,9 @@
 
 `attention` is the torch reference over explicit keys and a mask. `attend` reads the arena in place: keys and values
 hold a prefix region [0, rows_cap), where position p of a slot sits in row p % rows_cap (a ring on sliding layers; full
-layers never wrap), and an in-flight region [rows_cap, rows_cap + N) with the pass's own rows. `length[b]` counts the
-committed positions of slot b. Key j = 0, 1, ... of a slot is the j-th position it may see, oldest first:
+layers never wrap), and an in-flight region [rows_cap, rows_cap + N) with the pass's own rows. `length` counts a slot's
+committed positions; lane b of a pass is slot slots[b]. Key j = 0, 1, ... of a slot is the j-th position it may see,
+oldest first:
 
     prefix = min(length, rows_cap)             row of key j = (length + j - prefix) % rows_cap   for j < prefix
     query i stands at key index prefix + i     row of key j = rows_cap + j - prefix              otherwise
@@ -100,24 +101,16 @@ def attention_scratch(
 
 
 def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    length: torch.Tensor,
-    rows_cap: int,
-    causal: bool,
-    window: int | None,
-    *,
-    out: torch.Tensor,
-    scratch: tuple[torch.Tensor, torch.Tensor] | None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor, slots: torch.Tensor, rows_cap: int,
+    causal: bool, window: int | None, *, out: torch.Tensor, scratch: tuple[torch.Tensor, torch.Tensor] | None,
     settings: AttentionSettings,
-) -> None:
-    """Attend from q [B, heads, N, D] to the arena rows of keys and values [B, kv_heads, rows_cap + N_max, D].
+) -> None:  # fmt: skip
+    """Attend from q [W, heads, N, D] to the arena rows of keys and values [S, kv_heads, rows_cap + N_max, D].
 
-    length int32 [B]; keys and values already hold the pass's own rows in the in-flight region. causal False (a
-    canvas): every stored and in-flight row is visible. causal True: rows after the query are not, and with `window`
-    neither are those `window` or more before it. out [B * N, heads * D]; scratch from `attention_scratch`. q may be a
-    transposed view (its last dimension must be contiguous), the arena must be contiguous.
+    slots int32 [W], length int32 [S]; keys and values already hold the pass's own rows in the in-flight region. causal
+    False (a canvas): every stored and in-flight row is visible. causal True: rows after the query are not, and with
+    `window` neither are those `window` or more before it. out [W * N, heads * D]; scratch from `attention_scratch`. q
+    may be a transposed view (its last dimension must be contiguous), the arena must be contiguous.
     """
     batch, heads, rows, head_dim = q.shape
     kv_heads = keys.shape[1]
@@ -126,7 +119,7 @@ def attend(
     tiles, halves = triton.cdiv(rows * group, settings.block_m), head_dim // settings.block_d
     grid = (tiles, batch * kv_heads, settings.splits * halves)
     _attend_kernel[grid](
-        q, keys, values, length, out, partial, stats,
+        q, keys, values, length, slots, out, partial, stats,
         q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, CAUSAL=causal, WINDOW=window or 0, SPLITS=settings.splits,
         BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, BLOCK_D=settings.block_d,
@@ -144,7 +137,7 @@ def attend(
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, length_ptr, out_ptr, partial_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, length_ptr, slots_ptr, out_ptr, partial_ptr, stats_ptr,
     stride_qb, stride_qh, stride_qn, arena_rows, rows_cap, N,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -153,15 +146,16 @@ def _attend_kernel(
     after_previous(EARLY)
     pid_m, pid_h = tl.program_id(0), tl.program_id(1)
     pid_s, pid_d = tl.program_id(2) % SPLITS, tl.program_id(2) // SPLITS
-    slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    lane, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    slot = tl.load(slots_ptr + lane)
     prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     position, head = m // GROUP, kv_head * GROUP + m % GROUP
     d = tl.arange(0, D)
     column = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    q_row = slot.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + position.to(tl.int64) * stride_qn
+    q_row = lane.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + position.to(tl.int64) * stride_qn
     q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=(position < N)[:, None], other=0.0)
-    head_start = pid_h.to(tl.int64) * arena_rows * D
+    head_start = (slot.to(tl.int64) * KV_HEADS + kv_head) * arena_rows * D
     k_ptr += head_start
     v_ptr += head_start
 
@@ -217,7 +211,7 @@ def _attend_kernel(
     # A share of the keys in which a row sees nothing has the sum 0; its output counts for nothing, but must be finite.
     y = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLITS == 1:
-        out_row = (slot * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
+        out_row = (lane * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
         y = rounded(y, out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_row[:, None] + column[None, :], y, mask=inside[:, None])
     else:
@@ -253,9 +247,9 @@ def _combine_kernel(
         total += weight
         part = tl.load(partial_ptr + (s * count + m)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
-    # Scratch rows run (slot, KV head, position, head of the group); output rows (slot, position, head).
+    # Scratch rows run (lane, KV head, position, head of the group); output rows (lane, position, head).
     per_head = N * GROUP
-    slot_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP
-    out_row = (slot_head // KV_HEADS * N + position) * (KV_HEADS * GROUP) + slot_head % KV_HEADS * GROUP + g
+    lane_head, position, g = m // per_head, m % per_head // GROUP, m % GROUP
+    out_row = (lane_head // KV_HEADS * N + position) * (KV_HEADS * GROUP) + lane_head % KV_HEADS * GROUP + g
     y = rounded(acc / total[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row[:, None] * D + d[None, :], y, mask=inside[:, None])

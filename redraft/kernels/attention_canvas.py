@@ -6,8 +6,8 @@ P = exp(Q K^T - t) block by block of BLOCK_N keys, t the maximum of a row in tha
     out = sum_b e^(t_b - t) P_b V_b / sum_b e^(t_b - t) sum(P_b)        t = max_b t_b
 
 over the blocks b in storage order. Neither keeps a wide accumulator beside a softmax, which is what limits the tiles
-of `attend`, and head_dim 512 has its scores computed once. P costs two bytes a score: 10 MiB a slot of 16 heads, 256
-rows and 1,280 keys, so that it mostly stays in the L2 cache; many slots share scratch, a few at a time.
+of `attend`, and head_dim 512 has its scores computed once. P costs two bytes a score: 10 MiB a lane of 16 heads, 256
+rows and 1,280 keys, so that it mostly stays in the L2 cache; many lanes share scratch, a few at a time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class CanvasSettings:
 
 @dataclass(frozen=True)
 class CanvasScratch:
-    """P [slots at a time * heads * blocks * N, block_n] and its rows' (maximum * log2(e), sum) fp32 [.., 2]."""
+    """P [lanes at a time * heads * blocks * N, block_n] and its rows' (maximum * log2(e), sum) fp32 [.., 2]."""
 
     weights: torch.Tensor
     stats: torch.Tensor
     blocks: int
-    slots: int
+    lanes: int
 
 
 def canvas_settings(
@@ -75,39 +75,32 @@ def canvas_scratch(
 ) -> CanvasScratch:
     """Scratch for canvases over at most rows_cap stored rows; dtype is the arena's."""
     blocks = triton.cdiv(rows_cap, settings.block_n) + triton.cdiv(rows, settings.block_n)
-    per_slot = heads * rows * blocks
-    fit = max(1, SCRATCH_BYTES // (per_slot * settings.block_n * dtype.itemsize))
-    slots = triton.cdiv(batch, triton.cdiv(batch, fit))
-    weights = torch.empty(slots * per_slot, settings.block_n, dtype=dtype, device=device)
-    return CanvasScratch(weights, torch.empty(slots * per_slot, 2, device=device), blocks, slots)
+    per_lane = heads * rows * blocks
+    fit = max(1, SCRATCH_BYTES // (per_lane * settings.block_n * dtype.itemsize))
+    lanes = triton.cdiv(batch, triton.cdiv(batch, fit))
+    weights = torch.empty(lanes * per_lane, settings.block_n, dtype=dtype, device=device)
+    return CanvasScratch(weights, torch.empty(lanes * per_lane, 2, device=device), blocks, lanes)
 
 
 def attend_canvas(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    length: torch.Tensor,
-    rows_cap: int,
-    *,
-    out: torch.Tensor,
-    scratch: CanvasScratch,
-    settings: CanvasSettings,
-) -> None:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor, slots: torch.Tensor, rows_cap: int,
+    *, out: torch.Tensor, scratch: CanvasScratch, settings: CanvasSettings,
+) -> None:  # fmt: skip
     """`attention.attend` with causal False. rows_cap may be smaller than the one that the scratch was made for."""
     (batch, heads, rows, head_dim), kv_heads, s = q.shape, keys.shape[1], settings
     group, blocks = heads // kv_heads, triton.cdiv(rows_cap, s.block_n) + triton.cdiv(rows, s.block_n)
     tiles = triton.cdiv(rows * group, s.block_m)
-    for first in range(0, batch, scratch.slots):
-        part = slice(first, min(first + scratch.slots, batch))
+    for first in range(0, batch, scratch.lanes):
+        part = slice(first, min(first + scratch.lanes, batch))
         pairs = (part.stop - first) * kv_heads
         _weights_kernel[(tiles, pairs, blocks)](
-            q[part], keys[part], length[part], scratch.weights, scratch.stats,
+            q[part], keys, length, slots[part], scratch.weights, scratch.stats,
             q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows, scratch.blocks,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_K=s.block_k,
             num_stages=s.weight_stages, num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
         _values_kernel[(head_dim // s.block_d, tiles, pairs)](
-            values[part], length[part], scratch.weights, scratch.stats, out[first * rows : part.stop * rows],
+            values, length, slots[part], scratch.weights, scratch.stats, out[first * rows : part.stop * rows],
             keys.shape[2], rows_cap, rows, scratch.blocks,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d,
             num_stages=s.value_stages, num_warps=s.num_warps, **early_launch(),
@@ -125,7 +118,7 @@ def _block_rows(block, prefix, rows_cap, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _weights_kernel(
-    q_ptr, k_ptr, length_ptr, weights_ptr, stats_ptr,
+    q_ptr, k_ptr, length_ptr, slots_ptr, weights_ptr, stats_ptr,
     stride_qb, stride_qh, stride_qn, arena_rows, rows_cap, N, blocks_cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -133,7 +126,8 @@ def _weights_kernel(
 ):  # fmt: skip
     after_previous(EARLY)
     pid_m, pid_h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    lane, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    slot = tl.load(slots_ptr + lane)
     prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)
     if block < tl.cdiv(prefix, BLOCK_N) + tl.cdiv(N, BLOCK_N):
         m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -142,9 +136,14 @@ def _weights_kernel(
         first, end = _block_rows(block, prefix, rows_cap, N, BLOCK_N)
         n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         inside = n < end - first
-        q_row = slot.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + position.to(tl.int64) * stride_qn
+        q_row = lane.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + position.to(tl.int64) * stride_qn
         q_at = q_ptr + q_row[:, None] + d[None, :]
-        k_at = k_ptr + pid_h.to(tl.int64) * arena_rows * D + first * D + (n[:, None] * D + d[None, :])
+        k_at = (
+            k_ptr
+            + (slot.to(tl.int64) * KV_HEADS + kv_head) * arena_rows * D
+            + first * D
+            + (n[:, None] * D + d[None, :])
+        )
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D, BLOCK_K):
             q = tl.load(q_at + start, mask=real[:, None], other=0.0)
@@ -163,14 +162,15 @@ def _weights_kernel(
 
 @triton.jit
 def _values_kernel(
-    v_ptr, length_ptr, weights_ptr, stats_ptr, out_ptr, arena_rows, rows_cap, N, blocks_cap,
+    v_ptr, length_ptr, slots_ptr, weights_ptr, stats_ptr, out_ptr, arena_rows, rows_cap, N, blocks_cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     pid_d, pid_m, pid_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    lane, kv_head = pid_h // KV_HEADS, pid_h % KV_HEADS
+    slot = tl.load(slots_ptr + lane)
     prefix = tl.minimum(tl.load(length_ptr + slot), rows_cap)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     position, head = m // GROUP, kv_head * GROUP + m % GROUP
@@ -180,7 +180,7 @@ def _values_kernel(
     n, column = tl.arange(0, BLOCK_N), pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     stats_ptr += at * 2
     weights_ptr += at[:, None] * BLOCK_N + n[None, :]
-    v_ptr += pid_h.to(tl.int64) * arena_rows * D + (n[:, None] * D + column[None, :])
+    v_ptr += (slot.to(tl.int64) * KV_HEADS + kv_head) * arena_rows * D + (n[:, None] * D + column[None, :])
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -198,6 +198,6 @@ def _values_kernel(
         total = total * rescale + block_sum * scale
         acc = acc * rescale[:, None] + dot(p, v) * scale[:, None]
         top = new_top
-    out_row = (slot * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
+    out_row = (lane * N + position).to(tl.int64) * (KV_HEADS * GROUP * D) + head * D
     y = rounded(acc / total[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row[:, None] + column[None, :], y, mask=real[:, None])

@@ -24,17 +24,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return normed.type_as(x)
 
 
+def slot_rows(slots: torch.Tensor, length: int) -> torch.Tensor:
+    """int64 [W * length]: which rows of state that slots hold, `length` rows each, belong to the lanes of a pass."""
+    return (slots.long()[:, None] * length + torch.arange(length, device=slots.device)).flatten()
+
+
 def embed_norms_reference(
-    tokens: torch.Tensor,
-    embed: torch.Tensor,
-    scale: float,
-    signal: torch.Tensor | None,
-    eps: float,
-    next_weight: torch.Tensor,
-    *,
-    normed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `embed_norms` writes: x and next_in."""
+    tokens: torch.Tensor, embed: torch.Tensor, scale: float, eps: float, next_weight: torch.Tensor, *, normed: bool,
+    slots: torch.Tensor | None = None, signal: torch.Tensor | None = None, step: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `embed_norms` writes: x and next_in. With slots it needs step, which says how many there are."""
+    if slots is not None and step is not None:
+        length = tokens.shape[0] // step.shape[0]
+        here, later = slot_rows(slots, length), (step[slots] > 0).repeat_interleave(length)
+        tokens = tokens[here]
+        signal = None if signal is None else torch.where(later[:, None], signal[here], 0.0).to(signal.dtype)
     x = F.embedding(tokens, embed) * scale
     if signal is not None:
         x = x + signal
@@ -107,7 +111,8 @@ def load_weight(ptr, cols, H: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, stride_xm, heads, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, weight_ptr, out_ptr, stride_xm, heads, scale, eps,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
@@ -117,48 +122,49 @@ def _rms_norm_kernel(
     after_previous(EARLY)
     start = row // heads * stride_xm + row % heads * H
     x = tl.load(x_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if scale is not None:
+        x = rounded(x * scale, out_ptr.dtype.element_ty)
     y = _normalized(x, eps, H)
     if weight_ptr is not None:
         y *= weight.to(tl.float32)
     tl.store(out_ptr + row * H + cols, rounded(y, out_ptr.dtype.element_ty), mask=cols < H)
 
 
-def rms_norm_into(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-    """out = rms_norm(x, weight, eps). x [R, H] with contiguous rows, out [R, H] contiguous, another tensor or x.
+def rms_norm_into(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None
+) -> None:
+    """out = rms_norm(x, weight, eps), or of x * scale, rounded. x [R, H] with contiguous rows, out [R, H] contiguous,
+    another tensor or x.
 
     Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
     _rms_norm_kernel[(rows * heads,)](
-        x, weight, out, x.stride(0), heads, eps, H=hidden, **row_launch(hidden), **early_launch()
+        x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **row_launch(hidden), **early_launch()
     )
 
 
 @triton.jit
 def _embed_norms_kernel(
-    tokens_ptr,
-    embed_ptr,
-    signal_ptr,
-    next_weight_ptr,
-    x_ptr,
-    next_in_ptr,
-    scale,
-    eps,
-    H: tl.constexpr,
-    NORMED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    tokens_ptr, embed_ptr, slots_ptr, signal_ptr, step_ptr, next_weight_ptr, x_ptr, next_in_ptr,
+    rows_per_lane, scale, eps, H: tl.constexpr, NORMED: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
     next_weight = load_weight(next_weight_ptr, cols, H)
     after_previous(EARLY)
-    token = tl.load(tokens_ptr + row).to(tl.int64)
+    source = row
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + row // rows_per_lane).to(tl.int64)
+        source = slot * rows_per_lane + row % rows_per_lane
+    token = tl.load(tokens_ptr + source).to(tl.int64)
     x = rounded(_row(embed_ptr, token, cols, H) * scale, dtype)
     if signal_ptr is not None:
-        x = rounded(x + _row(signal_ptr, row, cols, H), dtype)
+        # Not loaded at all on a first pass: NaN * 0 would stay NaN.
+        keep = (cols < H) & (tl.load(step_ptr + slot) > 0)
+        x = rounded(x + tl.load(signal_ptr + source * H + cols, mask=keep, other=0.0).to(tl.float32), dtype)
     if NORMED:
         x = rounded(_normalized(x, eps, H), dtype)
     next_in = rounded(_normalized(x, eps, H) * next_weight.to(tl.float32), dtype)
@@ -167,37 +173,24 @@ def _embed_norms_kernel(
 
 
 def embed_norms(
-    tokens: torch.Tensor,
-    embed: torch.Tensor,
-    scale: float,
-    signal: torch.Tensor | None,
-    eps: float,
-    next_weight: torch.Tensor,
-    *,
-    normed: bool,
-    x: torch.Tensor,
-    next_in: torch.Tensor,
-) -> None:
+    tokens: torch.Tensor, embed: torch.Tensor, scale: float, eps: float, next_weight: torch.Tensor, *, normed: bool,
+    x: torch.Tensor, next_in: torch.Tensor, slots: torch.Tensor | None = None, signal: torch.Tensor | None = None,
+    step: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """x = embed[tokens] * scale [+ signal], normed when `normed`; next_in = rms_norm(x) * next_weight.
 
-    tokens int64 [R], embed [V, H], signal [R, H] (the self-conditioning MLP's output) or None; x, next_in [R, H].
-    A denoise pass norms x, an encode pass does not. `scale` is sqrt(H) as rounded to the model's dtype.
+    embed [V, H]; x, next_in [R, H]. An encode pass: tokens int64 [R], by lane, no norm. A denoise pass norms x and
+    reads what slots hold, C rows each: with slots int32 [W] and R = W * C, row p of lane i is row p of slot slots[i] of
+    tokens int64 [S * C] and of signal [S * C, H], which may be left out. The signal, self-conditioning's, is that of
+    the pass before: where step int32 [S] is 0 there is none. `scale` is sqrt(H) as rounded to the model's dtype.
     """
     rows, hidden = x.shape
+    assert signal is None or (slots is not None and step is not None), "signals belong to slots, from their second pass"
     _embed_norms_kernel[(rows,)](
-        tokens,
-        embed,
-        signal,
-        next_weight,
-        x,
-        next_in,
-        scale,
-        eps,
-        H=hidden,
-        NORMED=normed,
-        **row_launch(hidden),
-        **early_launch(),
-    )
+        tokens, embed, slots, signal, step, next_weight, x, next_in,
+        1 if slots is None else rows // slots.shape[0], scale, eps,
+        H=hidden, NORMED=normed, **row_launch(hidden), **early_launch(),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -39,22 +39,15 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 def qkv_norm_rope_reference(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    length: torch.Tensor,
-    eps: float,
-    *,
-    heads: int,
-    kv_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `qkv_norm_rope` writes: q [B, heads, N, D], and k and v [B, kv_heads, N, D]."""
-    batch, dim = length.shape[0], 2 * inv_freq.shape[0]
-    rows = qkv.view(batch, -1, qkv.shape[-1] // dim, dim)
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, inv_freq: torch.Tensor, length: torch.Tensor,
+    slots: torch.Tensor, eps: float, *, heads: int, kv_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `qkv_norm_rope` writes by lane: q [W, heads, N, D], and k and v [W, kv_heads, N, D]."""
+    lanes, dim = slots.shape[0], 2 * inv_freq.shape[0]
+    rows = qkv.view(lanes, -1, qkv.shape[-1] // dim, dim)
     q, k = rows[:, :, :heads], rows[:, :, heads : heads + kv_heads]
     v = rows[:, :, heads + kv_heads :] if rows.shape[2] > heads + kv_heads else k
-    positions = length[:, None] + torch.arange(rows.shape[1], device=qkv.device)
+    positions = length[slots][:, None] + torch.arange(rows.shape[1], device=qkv.device)
 
     def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(x, weight, eps)
@@ -90,42 +83,22 @@ def _store_turned(ptr, mask, low, high, inverse, weight_ptr, cols, cos, sin, dty
 
 @triton.jit
 def _qkv_norm_rope_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    inv_freq_ptr,
-    length_ptr,
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    stride_qkv,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    N,
-    rows_cap,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HAS_V: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv_ptr, q_weight_ptr, k_weight_ptr, inv_freq_ptr, length_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr,
+    stride_qkv, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, N, rows_cap, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HAS_V: tl.constexpr, Q_PROGRAMS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     after_previous(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
-    b = (row // N).to(tl.int64)
+    lane = (row // N).to(tl.int64)
+    slot = tl.load(slots_ptr + lane).to(tl.int64)
     i = row % N
     HALF: tl.constexpr = D // 2
     dtype = q_ptr.dtype.element_ty
     cols = tl.arange(0, BLOCK_HALF)
     keep = cols < HALF
-    position = (tl.load(length_ptr + b) + i).to(tl.float32)
+    position = (tl.load(length_ptr + slot) + i).to(tl.float32)
     angle = position * tl.load(inv_freq_ptr + cols, mask=keep, other=0.0)
     cos = rounded(tl.cos(angle), dtype)[None, :]
     sin = rounded(tl.sin(angle), dtype)[None, :]
@@ -134,14 +107,14 @@ def _qkv_norm_rope_kernel(
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         mask = (heads < HEADS)[:, None] & keep[None, :]
         low, high = _load_halves(source + heads[:, None] * D + cols[None, :], mask, HALF)
-        target = q_ptr + b * stride_qb + heads[:, None] * stride_qh + i * stride_qn + cols[None, :]
+        target = q_ptr + lane * stride_qb + heads[:, None] * stride_qh + i * stride_qn + cols[None, :]
         inverse = _inverse_rms(low, high, eps, D)
         _store_turned(target, mask, low, high, inverse, q_weight_ptr, cols, cos, sin, dtype, HALF)
     else:
         heads = (part - Q_PROGRAMS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         mask = (heads < KV_HEADS)[:, None] & keep[None, :]
         own = source + (HEADS + heads[:, None]) * D + cols[None, :]
-        arena = b * stride_kb + heads[:, None].to(tl.int64) * stride_kh + (rows_cap + i) * D + cols[None, :]
+        arena = slot * stride_kb + heads[:, None].to(tl.int64) * stride_kh + (rows_cap + i) * D + cols[None, :]
         low, high = _load_halves(own, mask, HALF)
         inverse = _inverse_rms(low, high, eps, D)
         _store_turned(keys_ptr + arena, mask, low, high, inverse, k_weight_ptr, cols, cos, sin, dtype, HALF)
@@ -153,57 +126,31 @@ def _qkv_norm_rope_kernel(
 
 
 def qkv_norm_rope(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    length: torch.Tensor,
-    eps: float,
-    *,
-    q_out: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows_cap: int,
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, inv_freq: torch.Tensor, length: torch.Tensor,
+    slots: torch.Tensor, eps: float, *, q_out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_cap: int,
     block_elements: int = 2048,
-) -> None:
-    """Norm every head of q, k and v, turn q and k to positions length[b] + i, write q out and K and V to the arena.
+) -> None:  # fmt: skip
+    """Norm every head of q, k and v, turn q and k to positions length + i, write q out and K and V to the arena.
 
-    qkv [B * N, (heads + 2 kv_heads) * D] with contiguous rows, or without the last part: then V is the raw k, normed.
-    q_weight, k_weight [D]; V's norm has no weight. inv_freq fp32 [D / 2], length int32 [B]. q_out [B, heads, N, D] with
-    contiguous rows; keys, values [B, kv_heads, rows_cap + at least N, D] alike, contiguous from rows inwards; row i of
-    slot b goes to row rows_cap + i. Angles are fp32, as the reference's: the accurate sine, which also reduces 262,144.
+    Lane b is slot slots[b], int32 [W]. qkv [W * N, (heads + 2 kv_heads) * D] with contiguous rows, or without the last
+    part: then V is the raw k, normed. q_weight, k_weight [D]; V's norm has no weight. inv_freq fp32 [D / 2], length
+    int32 [S]. q_out [W, heads, N, D] with contiguous rows; keys, values [S, kv_heads, rows_cap + at least N, D] alike,
+    contiguous from rows inwards; row i of a lane goes to row rows_cap + i of its slot. Angles are fp32, as the
+    reference's: the accurate sine, which also reduces 262,144.
 
     block_elements: elements of q (or of k) a program. With 2,048 one row of a sliding layer makes 3 programs, enough
     of them for 132 SMs at 256 rows while the sines are computed once for 8 heads (4 warps, 16 elements a thread).
     """
-    batch, heads, count, dim = q_out.shape
+    lanes, heads, count, dim = q_out.shape
     kv_heads = keys.shape[1]
     assert keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1), "arena rows must be contiguous"
     assert qkv.stride(1) == 1 and q_out.stride(3) == 1, "rows of qkv and q_out must be contiguous"
     block_heads = min(max(1, block_elements // dim), triton.next_power_of_2(heads))
     q_programs = triton.cdiv(heads, block_heads)
-    _qkv_norm_rope_kernel[(batch * count, q_programs + triton.cdiv(kv_heads, block_heads))](
-        qkv,
-        q_weight,
-        k_weight,
-        inv_freq,
-        length,
-        q_out,
-        keys,
-        values,
-        qkv.stride(0),
-        *q_out.stride()[:3],
-        *keys.stride()[:2],
-        count,
-        rows_cap,
-        eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=dim,
-        HAS_V=qkv.shape[1] == (heads + 2 * kv_heads) * dim,
-        Q_PROGRAMS=q_programs,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(dim // 2),
-        num_warps=4,
+    _qkv_norm_rope_kernel[(lanes * count, q_programs + triton.cdiv(kv_heads, block_heads))](
+        qkv, q_weight, k_weight, inv_freq, length, slots, q_out, keys, values,
+        qkv.stride(0), *q_out.stride()[:3], *keys.stride()[:2], count, rows_cap, eps,
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, HAS_V=qkv.shape[1] == (heads + 2 * kv_heads) * dim,
+        Q_PROGRAMS=q_programs, BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=4,
         **early_launch(),
-    )
+    )  # fmt: skip

@@ -104,41 +104,28 @@ PROBABILITIES = SampleSettings(block=8192, num_warps=8)
 
 
 def sample(
-    logits: torch.Tensor,
-    slots: SlotState,
-    rows_per_slot: int,
-    softcap: float,
-    *,
-    draw: torch.Tensor,
-    argmax: torch.Tensor,
-    entropy: torch.Tensor,
-    confidence: torch.Tensor,
-    log_norm: torch.Tensor,
+    logits: torch.Tensor, state: SlotState, slots: torch.Tensor, softcap: float, *, draw: torch.Tensor,
+    argmax: torch.Tensor, entropy: torch.Tensor, confidence: torch.Tensor, log_norm: torch.Tensor,
     settings: SampleSettings = SAMPLE,
-) -> None:
-    """Statistics of the pass under way from raw head outputs [R, V], R = B * rows_per_slot; BF16, rows contiguous.
+) -> None:  # fmt: skip
+    """Statistics of the pass under way from raw head outputs [R, V], R = W * C; BF16, rows contiguous.
 
-    Writes draw and argmax (any integer type) and entropy, confidence and log_norm fp32, all [R]; log_norm is the
-    log-sum-exp of the scaled logits in nats, which `probabilities` needs. Rows of slots that are done stay as they are.
+    Rows of lane i belong to slot slots[i], int32 [W]. Writes draw and argmax (any integer type) and entropy, confidence
+    and log_norm fp32, all [R]; log_norm is the log-sum-exp of the scaled logits in nats, which `probabilities` needs.
+    Rows of slots that are done stay as they are.
     """
     _sample_kernel[(logits.shape[0],)](
         logits, draw, argmax, entropy, confidence, log_norm,
-        slots.seed, slots.canvas_index, slots.step, slots.done, slots.max_steps, slots.t_min, slots.t_max,
-        rows_per_slot, softcap, VOCAB=logits.shape[1], BLOCK=settings.block, num_warps=settings.num_warps,
-        maxnreg=settings.max_registers, **early_launch(),
+        state.seed, state.canvas_index, state.step, state.done, state.temperature, slots,
+        logits.shape[0] // slots.shape[0], softcap, VOCAB=logits.shape[1], BLOCK=settings.block,
+        num_warps=settings.num_warps, maxnreg=settings.max_registers, **early_launch(),
     )  # fmt: skip
 
 
 def probabilities(
-    logits: torch.Tensor,
-    log_norm: torch.Tensor,
-    slots: SlotState,
-    rows_per_slot: int,
-    softcap: float,
-    *,
-    out: torch.Tensor,
-    settings: SampleSettings = PROBABILITIES,
-) -> None:
+    logits: torch.Tensor, log_norm: torch.Tensor, state: SlotState, slots: torch.Tensor, softcap: float, *,
+    out: torch.Tensor, settings: SampleSettings = PROBABILITIES,
+) -> None:  # fmt: skip
     """softmax of the scaled logits [R, V] to out BF16, which may be `logits` itself; zeros for slots that are done.
 
     Runs after `sample` and before the step is counted. The scaled logits are not rounded to BF16 first, as transformers
@@ -146,9 +133,9 @@ def probabilities(
     """
     rows, vocab = logits.shape
     _probabilities_kernel[(rows, triton.cdiv(vocab, settings.block))](
-        logits, log_norm, out, slots.step, slots.done, slots.max_steps, slots.t_min, slots.t_max,
-        rows_per_slot, softcap, VOCAB=vocab, BLOCK=settings.block, num_warps=settings.num_warps,
-        maxnreg=settings.max_registers, **early_launch(),
+        logits, log_norm, out, state.done, state.temperature, slots, rows // slots.shape[0], softcap,
+        VOCAB=vocab, BLOCK=settings.block, num_warps=settings.num_warps, maxnreg=settings.max_registers,
+        **early_launch(),
     )  # fmt: skip
 
 
@@ -178,17 +165,6 @@ def _reciprocal(x):
     if INTERPRET:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _temperature(step_ptr, max_steps_ptr, t_min_ptr, t_max_ptr, slot):
-    """decode.entropy_bound.temperature of the pass under way: each operation in fp64, then rounded to fp32."""
-    max_steps = tl.load(max_steps_ptr + slot)
-    remaining = (max_steps - tl.load(step_ptr + slot)).to(tl.float64)
-    t_min, t_max = tl.load(t_min_ptr + slot).to(tl.float64), tl.load(t_max_ptr + slot).to(tl.float64)
-    share = (remaining / max_steps.to(tl.float64)).to(tl.float32)
-    span = ((t_max - t_min).to(tl.float32).to(tl.float64) * share.to(tl.float64)).to(tl.float32)
-    return (t_min.to(tl.float32).to(tl.float64) + span.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -240,19 +216,19 @@ def _capped(x, softcap):
 @triton.jit
 def _sample_kernel(
     logits_ptr, draw_ptr, argmax_ptr, entropy_ptr, confidence_ptr, log_norm_ptr,
-    seed_ptr, canvas_ptr, step_ptr, done_ptr, max_steps_ptr, t_min_ptr, t_max_ptr,
-    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    seed_ptr, canvas_ptr, step_ptr, done_ptr, temperature_ptr, slots_ptr,
+    rows_per_lane, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     row = tl.program_id(0)
-    slot = row // rows_per_slot
+    slot = tl.load(slots_ptr + row // rows_per_lane)
     if tl.load(done_ptr + slot) != 0:
         return
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
-    position, step = row % rows_per_slot, tl.load(step_ptr + slot) + 1
+    position, step = row % rows_per_lane, tl.load(step_ptr + slot) + 1
     seed, last = tl.load(seed_ptr + slot), tl.load(canvas_ptr + slot) * 2  # purpose DRAW is 0
     # In base 2 a scaled logit is scale * (1 - 2 r).
-    scale = softcap * LOG2E / _temperature(step_ptr, max_steps_ptr, t_min_ptr, t_max_ptr, slot)
+    scale = softcap * LOG2E / tl.load(temperature_ptr + slot)
     shift = 0.0
     if scale > BOUND:
         highest = tl.full((BLOCK // 8,), float("-inf"), tl.float32)
@@ -310,19 +286,19 @@ def _sample_kernel(
 
 @triton.jit
 def _probabilities_kernel(
-    logits_ptr, log_norm_ptr, out_ptr, step_ptr, done_ptr, max_steps_ptr, t_min_ptr, t_max_ptr,
-    rows_per_slot, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, log_norm_ptr, out_ptr, done_ptr, temperature_ptr, slots_ptr,
+    rows_per_lane, softcap, VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     row, start = tl.program_id(0), tl.program_id(1) * BLOCK
-    slot = row // rows_per_slot
+    slot = tl.load(slots_ptr + row // rows_per_lane)
     row_start = row.to(tl.int64) * VOCAB
     offset = start + tl.arange(0, BLOCK)
     inside = offset < VOCAB
     if tl.load(done_ptr + slot) != 0:
         tl.store(out_ptr + row_start + offset, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=inside)
         return
-    scale = softcap * LOG2E / _temperature(step_ptr, max_steps_ptr, t_min_ptr, t_max_ptr, slot)
+    scale = softcap * LOG2E / tl.load(temperature_ptr + slot)
     x = tl.load(logits_ptr + row_start + offset, mask=inside, other=0.0).to(tl.float32)
     p = _exp2(_capped(x, softcap) * (-2.0 * scale) + (scale - tl.load(log_norm_ptr + row) * LOG2E))
     tl.store(out_ptr + row_start + offset, rounded(p, out_ptr.dtype.element_ty), mask=inside)

@@ -1,11 +1,12 @@
-"""Self-conditioning: the previous pass's prediction as an input signal, without an fp32 probability matrix.
+"""Self-conditioning: a pass's prediction as an input signal of the next, without an fp32 probability matrix.
 
     soft = probs @ E * sqrt(H)              probs [R, V] BF16 from sampling.probabilities, E [V, H] the embedding
-    signal = mlp(pre_norm(soft))            zero on a canvas's first pass, decided on the device
+    signal = mlp(pre_norm(soft))
 
-`embed_norms` adds the signal to the embedded canvas and norms the sum (model.py, `Model._self_condition`). The product
-with E runs in the matrix library, 378 GFLOP for 256 rows; what is Triton here is the scale, the zero and the pre-norm.
-A gated MLP of zeros is zero, so a first pass needs no other mask; the product still runs, on whatever probs holds.
+It runs at the end of a pass, by lane, and `scatter_signal` leaves the signal with the slot. `embed_norms` adds it to
+the embedded canvas of the slot's next pass, unless that is the first of a canvas, and norms the sum (model.py,
+`Model._self_condition`). The product with E runs in the matrix library, 378 GFLOP for 256 rows; what is Triton here is
+the scale, the pre-norm and the copy.
 """
 
 from __future__ import annotations
@@ -14,31 +15,29 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
+from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
-from redraft.kernels.norms import load_weight, rms_norm, row_launch
-from redraft.kernels.state import SlotState
+from redraft.kernels.norms import rms_norm, rms_norm_into, row_launch, slot_rows
 from redraft.network.weights import SelfConditioningWeights
 
 
 def self_condition_reference(
-    probs: torch.Tensor, embed: torch.Tensor, weights: SelfConditioningWeights, first: torch.Tensor, eps: float
+    probs: torch.Tensor, embed: torch.Tensor, weights: SelfConditioningWeights, eps: float
 ) -> torch.Tensor:
-    """What `self_condition` writes: the signal [R, H] for probs [R, V] and first bool [R]."""
+    """What `self_condition` makes of probs [R, V], by lane: the signal [R, H]."""
     scale = torch.tensor(embed.shape[1] ** 0.5, dtype=embed.dtype, device=embed.device)
-    soft = torch.matmul(probs, embed) * scale
-    normed = rms_norm(torch.where(first[:, None], 0.0, soft).to(embed.dtype), weights.pre_norm, eps)
+    normed = rms_norm(torch.matmul(probs, embed) * scale, weights.pre_norm, eps)
     return gated_mlp(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
 
 
 @dataclass
 class SelfConditioningBuffers:
-    """Scratch of `self_condition` and its result."""
+    """Scratch of `self_condition`."""
 
     soft: torch.Tensor  # [R, H]; pre-normed in place
     gate_up: torch.Tensor  # [R, 2I]
     inner: torch.Tensor  # [R, I]
-    signal: torch.Tensor  # [R, H], the output
+    signal: torch.Tensor  # [R, H], by lane
 
     @classmethod
     def allocate(
@@ -49,58 +48,54 @@ class SelfConditioningBuffers:
 
 
 def self_condition(
-    probs: torch.Tensor,
-    embed: torch.Tensor,
-    weights: SelfConditioningWeights,
-    gate_up: torch.Tensor,
-    slots: SlotState,
-    rows_per_slot: int,
-    scale: float,
-    eps: float,
-    buffers: SelfConditioningBuffers,
-) -> None:
-    """buffers.signal [R, H] from probs [R, V] of the previous pass; zeros for slots whose step is 0.
+    probs: torch.Tensor, embed: torch.Tensor, weights: SelfConditioningWeights, gate_up: torch.Tensor,
+    done: torch.Tensor, slots: torch.Tensor, scale: float, eps: float, buffers: SelfConditioningBuffers,
+    signal: torch.Tensor,
+) -> None:  # fmt: skip
+    """signal [S * C, H] of every slot that is not done from probs [R, V] of this pass, R = W * C.
 
-    gate_up [2I, H] is gate_proj above up_proj. scale is sqrt(H) rounded to the weights' dtype.
+    gate_up [2I, H] is gate_proj above up_proj. scale is sqrt(H) rounded to the weights' dtype. done int32 [S], slots
+    int32 [W].
     """
     torch.mm(probs, embed, out=buffers.soft)
-    soft_norm(buffers.soft, weights.pre_norm, slots, rows_per_slot, scale, eps)
+    soft_norm(buffers.soft, weights.pre_norm, scale, eps)
     torch.mm(buffers.soft, gate_up.t(), out=buffers.gate_up)
     gated_into(buffers.gate_up, buffers.inner)
     torch.mm(buffers.inner, weights.down_proj.t(), out=buffers.signal)
+    scatter_signal(buffers.signal, done, slots, signal)
 
 
-def soft_norm(
-    soft: torch.Tensor, weight: torch.Tensor, slots: SlotState, rows_per_slot: int, scale: float, eps: float
-) -> None:
-    """soft [R, H] = rms_norm(soft * scale, weight) in place; zeros, whatever soft holds, for slots whose step is 0."""
-    rows, hidden = soft.shape
-    _soft_norm_kernel[(rows,)](
-        soft, weight, slots.step, rows_per_slot, scale, eps, H=hidden, **row_launch(hidden), **early_launch()
+def soft_norm(soft: torch.Tensor, weight: torch.Tensor, scale: float, eps: float) -> None:
+    """soft [R, H] = rms_norm(soft * scale, weight) in place."""
+    rms_norm_into(soft, weight, eps, soft, scale)
+
+
+def scatter_signal_reference(
+    rows: torch.Tensor, done: torch.Tensor, slots: torch.Tensor, signal: torch.Tensor
+) -> torch.Tensor:
+    """`signal` after `scatter_signal`."""
+    length = rows.shape[0] // slots.shape[0]
+    running = (done[slots] == 0).repeat_interleave(length)
+    return signal.index_copy(0, slot_rows(slots, length)[running], rows[running])
+
+
+def scatter_signal(rows: torch.Tensor, done: torch.Tensor, slots: torch.Tensor, signal: torch.Tensor) -> None:
+    """Copy rows [W * C, H] of every lane to the rows of its slot in signal [S * C, H], unless the slot is done."""
+    count, hidden = rows.shape
+    _scatter_kernel[(count,)](
+        rows, done, slots, signal, count // slots.shape[0], H=hidden, **row_launch(hidden), **early_launch()
     )
 
 
 @triton.jit
-def _soft_norm_kernel(
-    soft_ptr,
-    weight_ptr,
-    step_ptr,
-    rows_per_slot,
-    scale,
-    eps,
-    H: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    let_next_start(EARLY)
-    row = tl.program_id(0)
-    cols = tl.arange(0, BLOCK_H)
-    at, inside = soft_ptr + row.to(tl.int64) * H + cols, cols < H
-    dtype = soft_ptr.dtype.element_ty
-    weight = load_weight(weight_ptr, cols, H)
+def _scatter_kernel(
+    rows_ptr, done_ptr, slots_ptr, signal_ptr, rows_per_lane,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     after_previous(EARLY)
-    later = tl.load(step_ptr + row // rows_per_slot) > 0
-    # Not loaded at all on a first pass: NaN * 0 would stay NaN.
-    soft = rounded(tl.load(at, mask=inside & later, other=0.0).to(tl.float32) * scale, dtype)
-    normed = soft * tl.rsqrt(tl.sum(soft * soft, 0) / H + eps) * weight.to(tl.float32)
-    tl.store(at, rounded(normed, dtype), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row // rows_per_lane).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    value = tl.load(rows_ptr + row * H + cols, mask=cols < H, other=0.0)
+    keep = (cols < H) & (tl.load(done_ptr + slot) == 0)
+    tl.store(signal_ptr + (slot * rows_per_lane + row % rows_per_lane) * H + cols, value, mask=keep)

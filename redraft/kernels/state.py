@@ -26,12 +26,12 @@ class SlotState:
     @classmethod
     def allocate(cls, slots: int, device: torch.device | str) -> SlotState:
         """Empty slots: done, so that every kernel leaves them alone."""
-        whole = {"dtype": torch.int32, "device": device}
+        whole = torch.int32
         return cls(
             seed=torch.zeros(slots, dtype=torch.int64, device=device),
-            canvas_index=torch.full((slots,), -1, **whole),
-            step=torch.zeros(slots, **whole),
-            done=torch.full((slots,), OUT_OF_STEPS, **whole),
+            canvas_index=torch.full((slots,), -1, dtype=whole, device=device),
+            step=torch.zeros(slots, dtype=whole, device=device),
+            done=torch.full((slots,), OUT_OF_STEPS, dtype=whole, device=device),
             temperature=torch.ones(slots, device=device),
         )
 

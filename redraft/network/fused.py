@@ -1,8 +1,9 @@
 """The network as launches over fixed buffers: what `model.py` computes, fused for a GPU.
 
 Every buffer is allocated before the first pass, and every value that changes from pass to pass is read on the device,
-so that a whole pass can be captured as a CUDA graph (`graphs.py`) and replayed. Rows of a pass are [slots * N, ...]: a
-slot holds one request, N is the canvas length in a denoise pass and the length of a prompt's piece in an encode pass.
+so that a whole pass can be captured as a CUDA graph (`graphs.py`) and replayed. Rows of a pass are [lanes * N, ...]: N
+is the canvas length in a denoise pass and the length of a prompt's piece in an encode pass. A slot holds one request;
+`slots` int32 [lanes], on the device, says whose rows a pass works on, all distinct.
 
 Per layer: QKV product; norms, rope and K/V into the arena in one launch; attention; output product; residual and the
 three pre-norms in one launch; then two branches that a GPU runs side by side, the dense MLP and the router with the
@@ -29,7 +30,10 @@ from redraft.kernels.mlp import gated_into, gated_product_into, product_into
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
+from redraft.kernels.sampling import PROBABILITIES, SAMPLE, Statistics, probabilities, sample
+from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
+from redraft.kernels.state import SlotState
 from redraft.kernels.tables import H200, current_gpu, settings_for
 from redraft.network.arena import SlotArena
 from redraft.network.weights import (
@@ -90,40 +94,45 @@ class FusedModel:
             inv_freq=inverse_frequencies(layer).to(self.device),
         )
 
-    def embed(self, tokens: torch.Tensor, signal: torch.Tensor | None, b: Buffers, *, canvas: bool) -> None:
-        """Start a pass: tokens int64 [R] into the residual stream and the first layer's input.
+    def embed(
+        self, tokens: torch.Tensor, b: Buffers, slots: torch.Tensor | None = None,
+        signal: torch.Tensor | None = None, step: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Start a pass: tokens into the residual stream and the first layer's input.
 
-        canvas: with self-conditioning's post-norm, as a denoise pass; signal [R, H] or None.
+        Without slots an encode pass, tokens int64 [R] by lane. With slots a denoise pass, with self-conditioning's
+        post-norm: canvases int64 [S * C], signal [S * C, H] and step int32 [S], by slot, or without a signal.
         """
         embed_norms(
-            tokens, self.weights.embed, self.embed_scale, signal, self.config.rms_norm_eps,
-            self.weights.layers[0].input_layernorm, normed=canvas, x=b.x, next_in=b.next_in,
+            tokens, self.weights.embed, self.embed_scale, self.config.rms_norm_eps,
+            self.weights.layers[0].input_layernorm, normed=slots is not None, x=b.x, next_in=b.next_in,
+            slots=slots, signal=signal, step=step,
         )  # fmt: skip
 
-    def run_layers(self, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
-        """All layers over the rows in `b` for the slots of `arena`; b.next_in is then the final norm's output."""
+    def run_layers(self, b: Buffers, arena: SlotArena, slots: torch.Tensor, *, causal: bool) -> None:
+        """All layers over the rows in `b`; b.next_in is then the final norm's output."""
         norms = [w.input_layernorm for w in self.weights.layers[1:]] + [self.weights.norm]
         for index, (layer, next_weight) in enumerate(zip(self.layers, norms, strict=True)):
-            self.attention(index, b, arena, causal=causal)
+            self.attention(index, b, arena, slots, causal=causal)
             self.feed_forward(layer, b, next_weight, causal=causal)
 
-    def attention(self, index: int, b: Buffers, arena: SlotArena, *, causal: bool) -> None:
+    def attention(self, index: int, b: Buffers, arena: SlotArena, slots: torch.Tensor, *, causal: bool) -> None:
         """From a layer's normed input to b.delta, the attention's output product."""
         layer, kv = self.layers[index], arena.layers[index]
         h, w = b.heads[layer.config.kind], layer.weights
         torch.mm(b.next_in, layer.qkv.t(), out=h.qkv)
         qkv_norm_rope(
-            h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, self.config.rms_norm_eps,
+            h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, slots, self.config.rms_norm_eps,
             q_out=h.q, keys=kv.keys, values=kv.values, rows_cap=kv.rows_cap,
         )  # fmt: skip
         if h.canvas is not None and not causal:
             attend_canvas(
-                h.q, kv.keys, kv.values, arena.length, kv.rows_cap,
+                h.q, kv.keys, kv.values, arena.length, slots, kv.rows_cap,
                 out=h.out, scratch=h.canvas, settings=h.canvas_settings,
             )  # fmt: skip
         else:
             attend(
-                h.q, kv.keys, kv.values, arena.length, kv.rows_cap, causal,
+                h.q, kv.keys, kv.values, arena.length, slots, kv.rows_cap, causal,
                 self.config.sliding_window if kv.ring else None,
                 out=h.out, scratch=h.scratch, settings=h.settings,
             )  # fmt: skip
@@ -180,11 +189,11 @@ class FusedModel:
         )  # fmt: skip
         assign_slots(b.chosen, config.num_experts, b.tile_rows, **vars(b.assigned), counts=b.counts)
 
-    def commit(self, arena: SlotArena, count: torch.Tensor) -> None:
-        """Make the first count[slot] in-flight rows, int32 [slots], part of every layer's prefix."""
+    def commit(self, arena: SlotArena, slots: torch.Tensor, count: torch.Tensor) -> None:
+        """Make the first count[lane] in-flight rows, int32 [lanes], part of every layer's prefix."""
         for kv in arena.layers:
-            commit_rows(kv.keys, kv.values, arena.length, count, kv.rows_cap, ring=kv.ring)
-        advance(arena.length, count)
+            commit_rows(kv.keys, kv.values, arena.length, slots, count, kv.rows_cap, ring=kv.ring)
+        advance(arena.length, slots, count)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -213,17 +222,17 @@ def _join(weights: LayerWeights | SelfConditioningWeights, names: list[str]) -> 
 
 
 class Buffers:
-    """Everything a pass over `slots` x `count` rows writes on its way, allocated once."""
+    """Everything a pass over `lanes` x `count` rows writes on its way, allocated once."""
 
-    def __init__(self, model: FusedModel, slots: int, count: int, device: torch.device | None = None):
+    def __init__(self, model: FusedModel, lanes: int, count: int, device: torch.device | None = None):
         """device: another than the model's, to count bytes without allocating them."""
         config, spec, device = model.config, model.spec, device or model.device
-        rows, hidden, top_k = slots * count, config.hidden_size, config.top_k_experts
+        rows, hidden, top_k = lanes * count, config.hidden_size, config.top_k_experts
 
         def bf16(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
-        self.slots, self.count = slots, count
+        self.lanes, self.count = lanes, count
         self.x, self.next_in, self.delta, self.dense = (bf16(rows, hidden) for _ in range(4))
         self.dense_in, self.expert_in, self.router_in = (bf16(rows, hidden) for _ in range(3))
         self.gate_up, self.inner = bf16(rows, 2 * config.intermediate_size), bf16(rows, config.intermediate_size)
@@ -241,26 +250,90 @@ class Buffers:
         self.counts = counts_scratch(rows, top_k, config.num_experts, device)
         self.router_scratch = router_scratch(rows, hidden, config.num_experts, device)
         kinds = {layer.kind: layer for layer in config.layers}
-        self.heads = {kind: HeadBuffers(config, layer, slots, count, device) for kind, layer in kinds.items()}
+        self.heads = {kind: HeadBuffers(config, layer, lanes, count, device) for kind, layer in kinds.items()}
 
 
 class HeadBuffers:
     """Attention buffers of one kind of layer: kinds differ in the number and size of their heads."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, slots: int, count: int, device: torch.device):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, lanes: int, count: int, device: torch.device):
         heads, kv, dim = config.num_heads, layer.num_kv_heads, layer.head_dim
         parts = heads + (2 * kv if layer.kind == "sliding" else kv)
-        self.qkv = torch.empty(slots * count, parts * dim, dtype=torch.bfloat16, device=device)
-        self.q = torch.empty(slots, heads, count, dim, dtype=torch.bfloat16, device=device)
-        self.out = torch.empty(slots * count, heads * dim, dtype=torch.bfloat16, device=device)
+        self.qkv = torch.empty(lanes * count, parts * dim, dtype=torch.bfloat16, device=device)
+        self.q = torch.empty(lanes, heads, count, dim, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(lanes * count, heads * dim, dtype=torch.bfloat16, device=device)
         gpu = current_gpu() or H200
-        default = attention_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
+        default = attention_settings(lanes, heads, kv, count, dim, gpu.sms, gpu.shared)
         self.settings = settings_for(f"attention.{layer.kind}", default, gpu, fit=False)
-        self.scratch = attention_scratch(slots, heads, count, dim, self.settings, device)
-        self.canvas_settings = canvas_settings(slots, heads, kv, count, dim, gpu.sms, gpu.shared)
+        self.scratch = attention_scratch(lanes, heads, count, dim, self.settings, device)
+        self.canvas_settings = canvas_settings(lanes, heads, kv, count, dim, gpu.sms, gpu.shared)
         self.canvas: CanvasScratch | None = None
 
     def plan_canvases(self, rows_cap: int) -> None:
         """Scratch for the faster attention of denoise passes over prefixes of at most rows_cap stored rows."""
-        slots, heads, count, _ = self.q.shape
-        self.canvas = canvas_scratch(slots, heads, count, rows_cap, self.canvas_settings, self.q.device)
+        lanes, heads, count, _ = self.q.shape
+        self.canvas = canvas_scratch(lanes, heads, count, rows_cap, self.canvas_settings, self.q.device)
+
+
+class DenoisePass:
+    """Denoise passes of a fixed number of lanes: what they write besides the slots' state, and their launches.
+
+    Between passes a slot has its canvas in `tokens` int64 [S * C], its self-conditioning in `signal` [S * C, H], and
+    its place and temperature in `state`; a rule moves them by `statistics`.
+    """
+
+    def __init__(self, model: FusedModel, rows: Buffers, capacity: int, logits: torch.Tensor):
+        """rows: buffers for [lanes, C]; capacity: positions a slot can hold; logits BF16 [lanes * C, V], scratch."""
+        config, device, count = model.config, logits.device, logits.shape[0]
+        self.rows, self.logits = rows, logits
+        if "full" in rows.heads:
+            rows.heads["full"].plan_canvases(capacity)
+        self.conditioning = SelfConditioningBuffers.allocate(
+            count, config.hidden_size, config.intermediate_size, torch.bfloat16, device
+        )
+        draw, argmax = (torch.zeros(rows.lanes, rows.count, dtype=torch.int64, device=device) for _ in range(2))
+        entropy, confidence = (torch.zeros(rows.lanes, rows.count, device=device) for _ in range(2))
+        self.statistics = Statistics(draw, argmax, entropy, confidence)
+        self.log_norm = torch.zeros(count, device=device)
+        self._settings = (
+            settings_for("sampling.statistics", SAMPLE),
+            settings_for("sampling.probabilities", PROBABILITIES),
+        )
+
+    def run(
+        self,
+        model: FusedModel,
+        slots: torch.Tensor,
+        arena: SlotArena,
+        state: SlotState,
+        tokens: torch.Tensor,
+        signal: torch.Tensor,
+    ) -> None:
+        """One pass of the slots in `slots` int32 [lanes], to their statistics and the next pass's signal."""
+        model.embed(tokens, self.rows, slots, signal, state.step)
+        model.run_layers(self.rows, arena, slots, causal=False)
+        self.head(model)
+        self.sample(model, slots, state)
+        self.condition(model, slots, state, signal)
+
+    def head(self, model: FusedModel) -> None:
+        """Raw logits of the last layer's output."""
+        torch.mm(self.rows.next_in, model.weights.embed.t(), out=self.logits)
+
+    def sample(self, model: FusedModel, slots: torch.Tensor, state: SlotState) -> None:
+        """From the raw logits to statistics and, in their place, probabilities."""
+        cap, stats = model.config.final_logit_softcap, self.statistics
+        sampling, scaling = self._settings
+        sample(
+            self.logits, state, slots, cap, draw=stats.draw.view(-1), argmax=stats.argmax.view(-1),
+            entropy=stats.entropy.view(-1), confidence=stats.confidence.view(-1), log_norm=self.log_norm,
+            settings=sampling,
+        )  # fmt: skip
+        probabilities(self.logits, self.log_norm, state, slots, cap, out=self.logits, settings=scaling)
+
+    def condition(self, model: FusedModel, slots: torch.Tensor, state: SlotState, signal: torch.Tensor) -> None:
+        """From probabilities to the signal of the next pass."""
+        self_condition(
+            self.logits, model.weights.embed, model.weights.self_conditioning, model.conditioning_gate_up, state.done,
+            slots, model.embed_scale, model.config.rms_norm_eps, self.conditioning, signal,
+        )  # fmt: skip

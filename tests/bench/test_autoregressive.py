@@ -160,14 +160,14 @@ def test_fused_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, script = runner.model, torch.tensor([[7, 3], [8, 2], [1, 9], [9, 2], [8, 8], [8, 8]])
     steps: list[int] = []
 
-    def run_layers(rows: Buffers, arena: SlotArena, *, causal: bool) -> None:
+    def run_layers(rows: Buffers, arena: SlotArena, slots: torch.Tensor, *, causal: bool) -> None:
         assert causal
         rows.next_in.copy_(model.weights.embed[script[len(steps)].to(DEVICE)])
         steps.append(1)
 
-    monkeypatch.setattr(model, "embed", lambda tokens, signal, rows, *, canvas: None)
+    monkeypatch.setattr(model, "embed", lambda tokens, rows: None)
     monkeypatch.setattr(model, "run_layers", run_layers)
-    monkeypatch.setattr(model, "commit", lambda arena, count: None)
+    monkeypatch.setattr(model, "commit", lambda arena, slots, count: None)
     decoder = FusedGreedy(runner, 6, (1, 2))
     for _ in range(2):
         steps.clear()

@@ -7,7 +7,7 @@ import torch
 from tiny import CANVAS, VOCAB
 
 import redraft
-from redraft.decode.entropy_bound import EntropyBoundDecoder
+from redraft.engine.eager import Rows
 from redraft.engine.events import Committed, Draft, Result
 from redraft.errors import UsageError
 
@@ -25,12 +25,13 @@ def scripted(engine, monkeypatch):
     """Make canvas after canvas come out as given, in two passes each, whatever the network says."""
 
     def script(*canvases: list[list[int]]) -> None:
-        def step(decoder: EntropyBoundDecoder, logits: torch.Tensor):
-            wanted = torch.tensor(canvases[decoder._index])
-            return original(decoder, torch.nn.functional.one_hot(wanted, VOCAB).float() * 60)
+        def take(rows: Rows, logits: torch.Tensor) -> None:
+            first, canvas = int(rows.stream._seeds[0]), int(rows.state.canvas_index[0])
+            wanted = torch.tensor(canvases[canvas][first : first + len(logits)])
+            original(rows, torch.nn.functional.one_hot(wanted, VOCAB).float() * 60)
 
-        original = EntropyBoundDecoder.step
-        monkeypatch.setattr(EntropyBoundDecoder, "step", step)
+        original = Rows.take
+        monkeypatch.setattr(Rows, "take", take)
 
     return script
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tolerance import DEVICE
+from tolerance import DEVICE, in_slots, slot_table
 
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
 
@@ -58,8 +58,9 @@ def launch(q, store, lengths, rows_cap, causal, window, settings):
     if scratch is not None:
         for tensor in scratch:
             tensor.fill_(math.nan)
-    length = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-    attend(q, store[0], store[1], length, rows_cap, causal, window, out=out, scratch=scratch, settings=settings)
+    length = in_slots(torch.tensor(lengths, dtype=torch.int32, device=q.device))
+    keys, values, slots = in_slots(store[0]), in_slots(store[1]), slot_table(batch)
+    attend(q, keys, values, length, slots, rows_cap, causal, window, out=out, scratch=scratch, settings=settings)
     return out
 
 

@@ -8,19 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from test_attention import CLOSE, make_case, reference
+from tolerance import in_slots, slot_table
 
 from redraft.kernels import attention_canvas
 from redraft.kernels.attention_canvas import attend_canvas, canvas_scratch, canvas_settings
 
 
-def launch(q, store, lengths, rows_cap, settings):
+def launch(q, store, lengths, rows_cap, settings, scratch_rows=None):
     batch, heads, rows, dim = q.shape
     out = torch.full((batch * rows, heads * dim), math.nan, dtype=q.dtype, device=q.device)
-    scratch = canvas_scratch(batch, heads, rows, rows_cap, settings, q.device, q.dtype)
+    scratch = canvas_scratch(batch, heads, rows, scratch_rows or rows_cap, settings, q.device, q.dtype)
     scratch.weights.fill_(math.nan)
     scratch.stats.fill_(math.nan)
-    length = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-    attend_canvas(q, store[0], store[1], length, rows_cap, out=out, scratch=scratch, settings=settings)
+    length = in_slots(torch.tensor(lengths, dtype=torch.int32, device=q.device))
+    keys, values, slots = in_slots(store[0]), in_slots(store[1]), slot_table(batch)
+    attend_canvas(q, keys, values, length, slots, rows_cap, out=out, scratch=scratch, settings=settings)
     return out
 
 
@@ -75,7 +77,7 @@ def test_bf16():
     torch.testing.assert_close(out.double(), reference(q, history, [20, 3], 15, False, None), rtol=2e-2, atol=2e-2)
 
 
-def test_slots_take_turns_in_scratch(monkeypatch):
+def test_lanes_take_turns_in_scratch(monkeypatch):
     torch.manual_seed(7)
     lengths = [5, 30, 12]
     q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
@@ -84,20 +86,16 @@ def test_slots_take_turns_in_scratch(monkeypatch):
     for at_once in (1, 2):
         slot_bytes = 4 * 9 * 2 * settings.block_n * 4
         monkeypatch.setattr(attention_canvas, "SCRATCH_BYTES", at_once * slot_bytes)
-        assert canvas_scratch(3, 4, 9, 15, settings, q.device, q.dtype).slots == at_once
+        assert canvas_scratch(3, 4, 9, 15, settings, q.device, q.dtype).lanes == at_once
         assert torch.equal(launch(q, store, lengths, 15, settings), together)
 
 
 def test_scratch_of_a_longer_prefix():
-    """The blocks of a slot stand as far apart as the scratch was made for."""
+    """The blocks of a lane stand as far apart as the scratch was made for."""
     torch.manual_seed(8)
     lengths = [20, 33]
     q, store, history = make_case(lengths, 40, 9, 4, 2, 16)
-    settings = small(q, store)
-    out = torch.full((18, 64), math.nan, device=q.device)
-    scratch = canvas_scratch(2, 4, 9, 100, settings, q.device, q.dtype)
-    length = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-    attend_canvas(q, store[0], store[1], length, 40, out=out, scratch=scratch, settings=settings)
+    out = launch(q, store, lengths, 40, small(q, store), scratch_rows=100)
     torch.testing.assert_close(out.double(), reference(q, history, lengths, 40, False, None), **CLOSE)
 
 

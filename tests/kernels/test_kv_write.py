@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerance import DEVICE
+from tolerance import DEVICE, in_slots, slot_table
 
 from redraft.kernels.kv_write import advance, commit_rows, commit_rows_reference
 
@@ -20,14 +20,14 @@ CASES = [
 @pytest.mark.parametrize(("ring", "rows_cap", "room", "lengths", "counts", "dim"), CASES)
 def test_commit_rows(ring, rows_cap, room, lengths, counts, dim):
     torch.manual_seed(0)
-    shape = (len(lengths), 2, rows_cap + room, dim)
+    shape = (len(lengths) + 1, 2, rows_cap + room, dim)
     arena = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2)]
     expected = [tensor.clone() for tensor in arena]
-    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    count = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    commit_rows_reference(*expected, length, count, rows_cap, ring=ring)
-    commit_rows(*arena, length, count, rows_cap, ring=ring, block_elements=4 * dim)
+    start, count = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (lengths, counts))
+    length, slots = in_slots(start), slot_table(len(lengths))
+    commit_rows_reference(*expected, length, slots, count, rows_cap, ring=ring)
+    commit_rows(*arena, length, slots, count, rows_cap, ring=ring, block_elements=4 * dim)
     for actual, wanted in zip(arena, expected, strict=True):
         assert torch.equal(actual, wanted)
-    advance(length, count)
-    assert length.tolist() == [a + b for a, b in zip(lengths, counts, strict=True)]
+    advance(length, slots, count)
+    assert torch.equal(length, in_slots(start + count))

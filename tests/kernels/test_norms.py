@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, poisoned
+from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table
 
 from redraft.kernels.norms import (
     combine_norms,
@@ -78,11 +78,36 @@ def test_embed_norms(rows, hidden, dtype, with_signal, normed):
     embed, weight = normal(vocab, hidden, dtype=dtype, scale=0.1), normal(hidden, dtype=dtype)
     tokens = torch.randint(0, vocab, (rows,), device=DEVICE)
     tokens[0] = vocab - 1
-    signal = normal(rows, hidden, dtype=dtype) if with_signal else None
-    scale = torch.tensor(hidden**0.5, dtype=dtype).item()
+    inputs = (tokens, embed, torch.tensor(hidden**0.5, dtype=dtype).item(), EPS, weight)
+    of_slots = {}
+    if with_signal:  # one lane, of the second of two slots
+        inputs = (in_slots(tokens[None]).flatten(), *inputs[1:])
+        signal = in_slots(normal(1, rows, hidden, dtype=dtype)).flatten(0, 1)
+        of_slots = {"slots": slot_table(1), "signal": signal, "step": in_slots(torch.ones(1, device=DEVICE).int())}
     x, next_in = (poisoned(rows, hidden, dtype=dtype) for _ in range(2))
-    embed_norms(tokens, embed, scale, signal, EPS, weight, normed=normed, x=x, next_in=next_in)
-    expected = embed_norms_reference(tokens, embed, scale, signal, EPS, weight, normed=normed)
+    embed_norms(*inputs, normed=normed, x=x, next_in=next_in, **of_slots)
+    expected = embed_norms_reference(*inputs, normed=normed, **of_slots)
+    for actual, wanted in zip((x, next_in), expected, strict=True):
+        assert_rounded_alike(actual, wanted)
+
+
+@pytest.mark.parametrize("with_signal", [False, True])
+def test_embed_norms_reads_what_slots_hold(with_signal):
+    """Three lanes of four slots, not in order; the one on its first pass does not see the NaN that is its signal."""
+    length, hidden = 5, 64
+    embed, weight = normal(50, hidden, dtype=torch.bfloat16), normal(hidden, dtype=torch.bfloat16)
+    tokens = torch.randint(0, 50, (3, length), device=DEVICE)
+    signal = normal(3, length, hidden, dtype=torch.bfloat16)
+    signal[1] = float("nan")
+    step = torch.tensor([1, 0, 7], dtype=torch.int32, device=DEVICE)
+    x, next_in = (poisoned(3 * length, hidden, dtype=torch.bfloat16) for _ in range(2))
+    seen = {"signal": in_slots(signal).flatten(0, 1)} if with_signal else {}
+    given = {"normed": True, "slots": slot_table(3), "step": in_slots(step), **seen}
+    embed_norms(in_slots(tokens).flatten(), embed, 8.0, EPS, weight, x=x, next_in=next_in, **given)
+    alone = torch.where(step[:, None, None] > 0, signal, 0.0) if with_signal else torch.zeros_like(signal)
+    rows = torch.nn.functional.embedding(tokens.flatten(), embed) * 8.0 + alone.flatten(0, 1)
+    assert_rounded_alike(x, rms_norm(rows, None, EPS))
+    expected = embed_norms_reference(in_slots(tokens).flatten(), embed, 8.0, EPS, weight, **given)
     for actual, wanted in zip((x, next_in), expected, strict=True):
         assert_rounded_alike(actual, wanted)
 

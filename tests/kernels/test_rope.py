@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, poisoned
+from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table
 
 from redraft.config import LayerConfig
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope, qkv_norm_rope_reference
@@ -13,17 +13,19 @@ EPS = 1e-6
 
 
 def run(qkv, q_weight, k_weight, inv_freq, length, *, heads, kv_heads, count, rows_cap, room):
-    """The launch into poisoned outputs: q, and the arena's keys and values."""
+    """The launch into poisoned outputs: q, and the arena's keys and values, by lane."""
     batch, dim = length.shape[0], 2 * inv_freq.shape[0]
     q = poisoned(batch, heads, count, dim, dtype=qkv.dtype)
-    arena = [poisoned(batch, kv_heads, rows_cap + room, dim, dtype=qkv.dtype) for _ in range(2)]
+    arena = [poisoned(batch + 1, kv_heads, rows_cap + room, dim, dtype=qkv.dtype) for _ in range(2)]
     qkv_norm_rope(
-        qkv, q_weight, k_weight, inv_freq, length, EPS, q_out=q, keys=arena[0], values=arena[1], rows_cap=rows_cap
-    )
+        qkv, q_weight, k_weight, inv_freq, in_slots(length), slot_table(batch), EPS,
+        q_out=q, keys=arena[0], values=arena[1], rows_cap=rows_cap,
+    )  # fmt: skip
     for tensor in arena:
+        assert tensor[0].isnan().all(), "a slot without a lane was touched"
         assert tensor[:, :, :rows_cap].isnan().all(), "the prefix was touched"
         assert tensor[:, :, rows_cap + count :].isnan().all(), "rows past the pass were touched"
-    return q, *(tensor[:, :, rows_cap : rows_cap + count] for tensor in arena)
+    return q, *(tensor[1:, :, rows_cap : rows_cap + count].flip(0) for tensor in arena)
 
 
 def inputs(batch, count, heads, kv_heads, dim, *, has_v, dtype):
@@ -58,7 +60,8 @@ def test_qkv_norm_rope(layer, heads, has_v, lengths, count, dtype):
     length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     shape = {"heads": heads, "kv_heads": kv_heads}
     actual = run(qkv, *weights, inv_freq, length, **shape, count=count, rows_cap=11, room=count + 2)
-    expected = qkv_norm_rope_reference(qkv, *weights, inv_freq, length, EPS, **shape)
+    table = slot_table(len(lengths))
+    expected = qkv_norm_rope_reference(qkv, *weights, inv_freq, in_slots(length), table, EPS, **shape)
     for got, wanted in zip(actual, expected, strict=True):
         assert_rounded_alike(got, wanted)
 

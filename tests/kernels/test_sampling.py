@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tolerance import DEVICE
+from tolerance import DEVICE, slot_table
 
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import temperature
@@ -146,12 +146,18 @@ def test_philox_in_triton(seed):
 
 
 def make_slots(*settings, step=0, canvas=0):
-    slots = SlotState.allocate(len(settings), DEVICE)
-    for b, setting in enumerate(settings):
-        slots.configure(b, setting, seed=[1, 2**40 + 3, -5][b], canvas_index=canvas + b)
-        slots.step[b] = step + b
-        slots.done[b] = 0
-    return slots
+    """A setting a lane, and a slot more that is done, in the order of `slot_table`."""
+    state = SlotState.allocate(len(settings) + 1, DEVICE)
+    for b, (slot, setting) in enumerate(zip(lanes(state).tolist(), settings, strict=True)):
+        state.configure(slot, setting, seed=[1, 2**40 + 3, -5][b], canvas_index=canvas + b)
+        state.step[slot] = step + b
+        state.done[slot] = 0
+        state.temperature[slot] = temperature(setting, step + b + 1)
+    return state
+
+
+def lanes(state):
+    return slot_table(state.step.shape[0] - 1)
 
 
 def outputs(rows):
@@ -164,7 +170,7 @@ def outputs(rows):
 def scaled(logits, settings, slots):
     """The reference's input: soft-capped logits over each slot's temperature, [B, C, V]."""
     capped = torch.tanh(logits.float() / CAP) * CAP
-    steps = [temperature(s, int(slots.step[b]) + 1) for b, s in enumerate(settings)]
+    steps = [temperature(s, int(slots.step[slot]) + 1) for slot, s in zip(lanes(slots), settings, strict=True)]
     per_slot = torch.stack(steps).to(logits.device)
     return capped.view(len(settings), -1, logits.shape[1]) / per_slot[:, None, None]
 
@@ -173,7 +179,7 @@ def reference(logits, settings, slots):
     """counter_statistics slot by slot, flattened."""
     parts = [
         counter_statistics(x[None], slots.seed[b : b + 1], int(slots.canvas_index[b]), int(slots.step[b]) + 1)
-        for b, x in enumerate(scaled(logits, settings, slots))
+        for b, x in zip(lanes(slots).tolist(), scaled(logits, settings, slots), strict=True)
     ]
     return Statistics(
         *(torch.cat([getattr(p, n)[0] for p in parts]) for n in ("draw", "argmax", "entropy", "confidence"))
@@ -190,11 +196,11 @@ def check(logits, settings, slots, out, entropy_atol=1e-4):
     torch.testing.assert_close(out["log_norm"], x.flatten(0, 1).logsumexp(-1), atol=1e-4, rtol=1e-5)
     count = x.shape[1]
     for row in (out["draw"].long() != expected.draw).nonzero().flatten().tolist():
-        b = row // count
+        b = int(lanes(slots)[row // count])
         noise = exponential_noise(
             slots.seed[b : b + 1], count, x.shape[2], int(slots.canvas_index[b]), int(slots.step[b]) + 1
         )
-        score = x[b, row % count] - noise[0, row % count].log()
+        score = x[row // count, row % count] - noise[0, row % count].log()
         assert score[out["draw"][row].long()] > score.max() - 1e-3, f"row {row}: a clearly smaller score was drawn"
     return (out["draw"].long() == expected.draw).float().mean()
 
@@ -206,7 +212,7 @@ def test_sample_against_reference(vocab, spread):
     settings = [DecodeSettings(), DecodeSettings(max_denoising_steps=7, t_min=0.5, t_max=1.3)]
     slots, out = make_slots(*settings, step=3, canvas=2), outputs(4)
     logits = (torch.randn(4, vocab, device=DEVICE) * spread).bfloat16()
-    sample(logits, slots, 2, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     assert check(logits, settings, slots, out) == 1
 
 
@@ -222,7 +228,7 @@ def test_sample_at_small_temperatures(t):
     logits = (torch.randn(3, 200, device=DEVICE) * 20).bfloat16()
     logits[0] = -20.0
     logits[1, 7:9] = 40.0
-    sample(logits, slots, 3, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     expected = reference(logits, settings, slots)
     assert torch.equal(out["argmax"].long(), logits.float().argmax(-1))
     assert torch.equal(out["draw"].long(), expected.draw)
@@ -244,7 +250,7 @@ def test_sample_extremes():
     logits[4, 10], logits[4, 20] = 1000.0, 1008.0
     logits[5] = -3e38
     logits[6] = math.nan
-    sample(logits, slots, 7, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     assert out["argmax"][:6].tolist() == [0, 150, 199, 60, 20, 0]
     assert 0 <= int(out["argmax"][6]) < 200 and 0 <= int(out["draw"][6]) < 200
     expected = reference(logits, settings, slots)
@@ -258,20 +264,20 @@ def test_a_sure_position_has_no_entropy():
     slots, out = make_slots(DecodeSettings()), outputs(1)
     logits = torch.full((1, 256), -20.0, device=DEVICE).bfloat16()
     logits[0, 3] = 25.0
-    sample(logits, slots, 1, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     assert 0 <= out["entropy"].item() < 1e-5
     assert out["confidence"].item() == 1
 
 
 def test_done_slots_are_left_alone():
     slots, out = make_slots(DecodeSettings(), DecodeSettings()), outputs(4)
-    slots.done[0] = 1
+    slots.done[lanes(slots)[0]] = 1
     logits = torch.randn(4, 100, device=DEVICE).bfloat16()
-    sample(logits, slots, 2, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     assert out["draw"][:2].tolist() == [-7] * 2
     assert out["entropy"][:2].isnan().all()
     assert out["entropy"][2:].isfinite().all()
-    probabilities(logits, out["log_norm"], slots, 2, CAP, out=logits, settings=SMALL)
+    probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=logits, settings=SMALL)
     assert (logits[:2] == 0).all()
     torch.testing.assert_close(logits[2:].float().sum(-1), torch.ones(2, device=DEVICE), atol=1e-2, rtol=0)
 
@@ -281,11 +287,10 @@ def test_the_draw_does_not_depend_on_the_batch():
     settings = [DecodeSettings(), DecodeSettings(t_max=1.0)]
     slots, out = make_slots(*settings, step=2), outputs(4)
     logits = torch.randn(4, 200, device=DEVICE).bfloat16()
-    sample(logits, slots, 2, CAP, settings=SMALL, **out)
-    alone, other = make_slots(DecodeSettings(), step=3), outputs(2)
-    alone.seed[0], alone.canvas_index[0] = slots.seed[1], slots.canvas_index[1]
-    alone.t_max[0] = 1.0
-    sample(logits[2:], alone, 2, CAP, settings=SMALL, **other)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    alone, other = make_slots(settings[1], step=3), outputs(2)
+    alone.seed[1], alone.canvas_index[1] = slots.seed[1], slots.canvas_index[1]
+    sample(logits[2:], alone, lanes(alone), CAP, settings=SMALL, **other)
     for name, value in other.items():
         assert torch.equal(out[name][2:], value), name
 
@@ -298,10 +303,10 @@ def test_probabilities_against_reference(vocab, in_place):
     settings = [DecodeSettings(), DecodeSettings(t_min=0.1, t_max=0.2)]
     slots, out = make_slots(*settings, step=1), outputs(2)
     logits = (torch.randn(2, vocab, device=DEVICE) * 5).bfloat16()
-    sample(logits, slots, 1, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     expected = scaled(logits, settings, slots).softmax(-1).flatten(0, 1)
     target = logits if in_place else torch.full_like(logits, math.nan)
-    probabilities(logits, out["log_norm"], slots, 1, CAP, out=target, settings=SMALL)
+    probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=target, settings=SMALL)
     torch.testing.assert_close(target.float(), expected, rtol=2**-8 + 1e-3, atol=1e-30)
 
 
@@ -311,7 +316,7 @@ def test_sampled_draws_follow_the_distribution():
     settings, rows = DecodeSettings(t_min=1.0, t_max=1.0), 50_000
     slots, out = make_slots(settings), outputs(rows)
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0], device=DEVICE).bfloat16().repeat(rows, 1)
-    sample(logits, slots, rows, CAP, settings=SMALL, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
     expected = scaled(logits, [settings], slots)[0, 0].softmax(-1) * rows
     observed = torch.bincount(out["draw"].long(), minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 24.3
@@ -327,12 +332,12 @@ def test_sample_at_real_shapes(rows, vocab, spread):
     settings = [DecodeSettings()]
     slots, out, again = make_slots(*settings, step=20), outputs(rows), outputs(rows)
     logits = (torch.randn(rows, vocab, device=DEVICE) * spread).bfloat16()
-    sample(logits, slots, rows, CAP, settings=SAMPLE, **out)
+    sample(logits, slots, lanes(slots), CAP, settings=SAMPLE, **out)
     assert check(logits, settings, slots, out) > 0.99
-    sample(logits, slots, rows, CAP, settings=SAMPLE, **again)
+    sample(logits, slots, lanes(slots), CAP, settings=SAMPLE, **again)
     assert all(torch.equal(out[name], again[name]) for name in out)
     expected = scaled(logits, settings, slots)[0].softmax(-1)
-    probabilities(logits, out["log_norm"], slots, rows, CAP, out=logits)
+    probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=logits)
     torch.testing.assert_close(logits.float(), expected, rtol=2**-8 + 1e-3, atol=1e-30)
 
 
@@ -343,7 +348,7 @@ def test_rows_beyond_two_gigabytes_of_entries():
     slots, out = make_slots(DecodeSettings()), outputs(rows)
     logits = torch.zeros(rows, 262_144, dtype=torch.bfloat16, device=DEVICE)
     logits[-1, 5] = 20.0
-    sample(logits, slots, rows, CAP, **out)
+    sample(logits, slots, lanes(slots), CAP, **out)
     assert out["argmax"][-1] == 5 and out["argmax"][:-1].max() == 0
-    probabilities(logits, out["log_norm"], slots, rows, CAP, out=logits)
+    probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=logits)
     assert logits[-1, 5] == 1

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike
+from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table
 
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import temperature
@@ -14,6 +14,8 @@ from redraft.kernels.norms import rms_norm
 from redraft.kernels.sampling import probabilities, sample
 from redraft.kernels.self_conditioning import (
     SelfConditioningBuffers,
+    scatter_signal,
+    scatter_signal_reference,
     self_condition,
     self_condition_reference,
     soft_norm,
@@ -34,42 +36,36 @@ def make_weights(hidden, intermediate, dtype=torch.bfloat16):
     )
 
 
-def make_slots(steps):
-    slots = SlotState.allocate(len(steps), DEVICE)
-    for b, step in enumerate(steps):
-        slots.configure(b, DecodeSettings(), seed=b)
-        slots.step[b], slots.done[b] = step, 0
-    return slots
-
-
 def sqrt_bf16(hidden):
     return float(torch.tensor(hidden**0.5, dtype=torch.bfloat16))
 
 
-def run(probs, embed, weights, slots, count):
+def run(probs, embed, weights, done=(0,)):
+    """The signal by slot, after one poisoned slot more, and lanes with these bits of `done`, last first."""
     rows, hidden = probs.shape[0], embed.shape[1]
     buffers = SelfConditioningBuffers.allocate(rows, hidden, weights.down_proj.shape[1], embed.dtype, DEVICE)
     for tensor in vars(buffers).values():
         tensor.fill_(math.nan)
-    gate_up = torch.cat((weights.gate_proj, weights.up_proj))
-    self_condition(probs, embed, weights, gate_up, slots, count, sqrt_bf16(hidden), EPS, buffers)
-    return buffers.signal
+    gate_up, slots = torch.cat((weights.gate_proj, weights.up_proj)), slot_table(len(done))
+    signal = poisoned(rows + rows // len(done), hidden, dtype=embed.dtype)
+    done = in_slots(torch.tensor(done, dtype=torch.int32, device=DEVICE))
+    self_condition(probs, embed, weights, gate_up, done, slots, sqrt_bf16(hidden), EPS, buffers, signal)
+    return signal.view(-1, rows // slots.shape[0], hidden)
 
 
 @pytest.mark.parametrize("hidden", [96, 128])
 def test_against_reference(hidden):
-    """The slot on its first pass reads NaN where its probabilities would be, and still signals zero."""
+    """A slot that is done keeps what it has, and so does one without a lane."""
     torch.manual_seed(hidden)
     count, vocab = 3, 40
     weights = make_weights(hidden, 64)
     embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
     probs = (torch.randn(3 * count, vocab, device=DEVICE) * 3).softmax(-1).bfloat16()
-    first = torch.tensor([False, True, False], device=DEVICE).repeat_interleave(count)
-    expected = self_condition_reference(probs, embed, weights, first, EPS)
-    probs[first] = math.nan
-    signal = run(probs, embed, weights, make_slots([4, 0, 1]), count)
-    assert (signal[first].float().abs() < 2e-38).all()
-    assert_rounded_alike(signal, expected, share=0.9)  # two more matrix products after the first rounding
+    expected = self_condition_reference(probs, embed, weights, EPS).view(3, count, hidden)
+    signal = run(probs, embed, weights, done=(0, 2, 0))
+    assert signal[[0, 2]].isnan().all()
+    # Two more matrix products after the first rounding.
+    assert_rounded_alike(signal[[3, 1]], expected[[0, 2]], share=0.9)
 
 
 @pytest.mark.parametrize("rows", [1, 17])
@@ -77,33 +73,46 @@ def test_soft_norm(rows):
     torch.manual_seed(rows)
     soft, weight = torch.randn(2 * rows, 100, device=DEVICE).bfloat16(), torch.randn(100, device=DEVICE).bfloat16()
     soft[0] = 0.0
+    soft[rows] = math.nan
     scale = sqrt_bf16(100)
     expected = rms_norm(soft * torch.tensor(scale).bfloat16(), weight, EPS)
-    soft[rows:] = math.nan
-    expected[rows:] = 0.0
-    soft_norm(soft, weight, make_slots([1, 0]), rows, scale, EPS)
+    soft_norm(soft, weight, scale, EPS)
     assert_rounded_alike(soft, expected)
+
+
+@pytest.mark.parametrize("hidden", [32, 100])
+def test_scatter_signal(hidden):
+    rows = torch.randn(4 * 3, hidden, device=DEVICE).bfloat16()
+    done = torch.tensor([0, 1, 0, 0, 0, 2], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([4, 1, 5, 0], dtype=torch.int32, device=DEVICE)
+    before = torch.randn(6 * 3, hidden, device=DEVICE).bfloat16()
+    expected = before.clone().view(6, 3, hidden)
+    expected[4], expected[0] = rows[:3], rows[9:]
+    assert torch.equal(scatter_signal_reference(rows, done, slots, before), expected.flatten(0, 1))
+    scatter_signal(rows, done, slots, before)
+    assert torch.equal(before.view(6, 3, hidden), expected)
 
 
 def test_from_the_logits_of_the_pass_before():
     """sample, probabilities and self_condition together are model.py's softmax of the scaled logits and its MLP."""
     torch.manual_seed(5)
     count, vocab, hidden = 2, 200, 64
-    weights, slots = make_weights(hidden, 32), make_slots([2])
+    weights, state, slots = make_weights(hidden, 32), SlotState.allocate(2, DEVICE), slot_table(1)
+    state.done[1], state.step[1], state.temperature[1] = 0, 2, temperature(DecodeSettings(), 3)
     embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
     logits = (torch.randn(count, vocab, device=DEVICE) * 6).bfloat16()
     scaled = torch.tanh(logits.float() / 30) * 30 / temperature(DecodeSettings(), 3).to(DEVICE)
     probs = scaled.softmax(-1, dtype=torch.float32).bfloat16()
-    expected = self_condition_reference(probs, embed, weights, torch.zeros(count, dtype=torch.bool, device=DEVICE), EPS)
+    expected = self_condition_reference(probs, embed, weights, EPS)
     whole = [torch.empty(count, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     entropy, confidence, log_norm = (torch.empty(count, device=DEVICE) for _ in range(3))
     sample(
-        logits, slots, count, 30.0,
+        logits, state, slots, 30.0,
         draw=whole[0], argmax=whole[1], entropy=entropy, confidence=confidence, log_norm=log_norm,
     )  # fmt: skip
-    probabilities(logits, log_norm, slots, count, 30.0, out=logits)
+    probabilities(logits, log_norm, state, slots, 30.0, out=logits)
     assert_rounded_alike(logits, probs)
-    signal = run(logits, embed, weights, slots, count)
+    signal = run(logits, embed, weights)[1]
     # A probability next to a rounding boundary may go either way: 2^-8 of it, through three matrix products.
     torch.testing.assert_close(signal.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
@@ -117,10 +126,10 @@ def test_real_shapes(rows):
     weights = make_weights(hidden, intermediate)
     embed = (torch.randn(vocab, hidden, device=DEVICE) * 0.03).bfloat16()
     probs = (torch.randn(rows, vocab, device=DEVICE) * 4).softmax(-1).bfloat16()
-    signal = run(probs, embed, weights, make_slots([1]), rows)
+    signal = run(probs, embed, weights)[1]
     soft = torch.cat([probs.double() @ part.double() for part in embed.split(704, dim=1)], dim=1)
     normed = rms_norm(soft.float() * sqrt_bf16(hidden), weights.pre_norm.float(), EPS)
     gate, up = normed @ weights.gate_proj.float().t(), normed @ weights.up_proj.float().t()
     exact = (torch.nn.functional.gelu(gate, approximate="tanh") * up) @ weights.down_proj.float().t()
     assert (signal.float() - exact).square().mean().sqrt() < 8e-3 * exact.square().mean().sqrt()
-    assert torch.equal(signal, run(probs, embed, weights, make_slots([1]), rows))
+    assert torch.equal(signal, run(probs, embed, weights)[1])

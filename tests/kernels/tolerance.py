@@ -34,3 +34,13 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """An output tensor on DEVICE that shows what was never written: NaN, or -99 where there is none."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else -99, dtype=dtype, device=DEVICE)
+
+
+def slot_table(lanes: int) -> torch.Tensor:
+    """A pass over every slot but the first, the last one first: int32 [lanes]."""
+    return torch.arange(lanes, 0, -1, dtype=torch.int32, device=DEVICE)
+
+
+def in_slots(by_lane: torch.Tensor) -> torch.Tensor:
+    """What lanes hold [W, ...] in the slots of `slot_table`, [W + 1, ...]; the slot without a lane holds poison."""
+    return torch.cat((poisoned(1, *by_lane.shape[1:], dtype=by_lane.dtype), by_lane.flip(0)))

@@ -50,12 +50,12 @@ def _fill(model: FusedModel, arena: SlotArena, prompts: list[torch.Tensor]) -> l
     """Encode each prompt into its slot, piece by piece; returns the normed hidden states of every prompt."""
     hidden = []
     for index, prompt in enumerate(prompts):
-        slot, parts = arena.slot(index), []
+        slot, parts = torch.tensor([index], dtype=torch.int32, device=DEVICE), []
         for piece in prompt.split(PIECE):
             b = Buffers(model, 1, len(piece))
-            model.embed(piece, None, b, canvas=False)
-            model.run_layers(b, slot, causal=True)
-            model.commit(slot, torch.tensor([len(piece)], dtype=torch.int32, device=DEVICE))
+            model.embed(piece, b)
+            model.run_layers(b, arena, slot, causal=True)
+            model.commit(arena, slot, torch.tensor([len(piece)], dtype=torch.int32, device=DEVICE))
             parts.append(b.next_in.clone())
         hidden.append(torch.cat(parts))
     return hidden
@@ -68,13 +68,14 @@ def test_passes_match_the_reference(networks):
     torch.manual_seed(0)
     prompts = [torch.randint(0, config.vocab_size, (n,), device=DEVICE) for n in LENGTHS]
     canvases = torch.randint(0, config.vocab_size, (2, config.canvas_length), device=DEVICE)
-    arena = SlotArena.allocate(config, 2, 80, PIECE, torch.bfloat16, DEVICE)
-    hidden = _fill(fused, arena, prompts)
-    assert arena.length.tolist() == list(LENGTHS)
+    arena = SlotArena.allocate(config, 3, 80, PIECE, torch.bfloat16, DEVICE)
+    hidden = _fill(fused, arena, [*prompts, canvases[0]])
+    assert arena.length.tolist() == [*LENGTHS, config.canvas_length]
+    slots = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)  # not in order, and without the last
     b = Buffers(fused, 2, config.canvas_length)
-    fused.embed(canvases.flatten(), None, b, canvas=True)
-    fused.run_layers(b, arena, causal=False)
-    got = b.next_in.view(2, config.canvas_length, -1)
+    fused.embed(canvases.flatten(), b, slots)
+    fused.run_layers(b, arena, slots, causal=False)
+    got = b.next_in.view(2, config.canvas_length, -1).flip(0)
     for i, prompt in enumerate(prompts):
         alone = KVArena(config, 1, 80, torch.float32, DEVICE)
         expected = reference.encode(prompt[None], alone)
@@ -92,9 +93,9 @@ def test_a_commit_lets_the_next_canvas_see_the_last(networks):
     first, second = torch.randint(0, config.vocab_size, (2, 1, length), device=DEVICE)
     arena = SlotArena.allocate(config, 1, 80, PIECE, torch.bfloat16, DEVICE)
     _fill(fused, arena, [torch.cat((prompt, first[0]))])
-    b = Buffers(fused, 1, length)
-    fused.embed(second[0], None, b, canvas=True)
-    fused.run_layers(b, arena, causal=False)
+    b, slot = Buffers(fused, 1, length), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    fused.embed(second[0], b, slot)
+    fused.run_layers(b, arena, slot, causal=False)
     alone = KVArena(config, 1, 80, torch.float32, DEVICE)
     reference.encode(prompt[None], alone)
     before = reference.denoise(second, alone)
@@ -117,8 +118,9 @@ def test_slots_do_not_see_each_other(networks):
         arena = SlotArena.allocate(config, 2, 80, PIECE, torch.bfloat16, DEVICE)
         _fill(fused, arena, [prompts[0], other])
         b = Buffers(fused, 2, config.canvas_length)
-        fused.embed(torch.cat((canvas, canvas)), None, b, canvas=True)
-        fused.run_layers(b, arena, causal=False)
+        slots = torch.arange(2, dtype=torch.int32, device=DEVICE)
+        fused.embed(torch.cat((canvas, canvas)), b, slots)
+        fused.run_layers(b, arena, slots, causal=False)
         outputs.append(b.next_in.view(2, config.canvas_length, -1).clone())
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert not torch.equal(outputs[0][1], outputs[1][1])

@@ -74,7 +74,7 @@ def test_a_hundred_repetitions_of_a_pass_differ_in_no_bit(model: str) -> None:
         runner.admit(slot, list(range(5, 5 + count)), RULE, seed=slot)
     runner.run_pass()  # self-conditioning is in use from the second pass on
     places = [t for part in (runner.canvases, runner.state) for t in vars(part).values() if isinstance(t, torch.Tensor)]
-    places.append(runner.work.logits)
+    places += [runner.work.logits, runner.work.signal]
     before = [place.clone() for place in places]
     first: list[torch.Tensor] = []
     for _ in range(100):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian, lengths
+from redraft.bench.cases.inputs import gaussian, lanes, lengths
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
@@ -24,7 +24,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     cap = window - 1 if window else scale.prefix
     q = gaussian(scale, generator, batch, heads, n, dim, std=dim**-0.5)
     keys, values = (gaussian(scale, generator, batch, kv, cap + n, dim) for _ in range(2))
-    length = lengths(scale)
+    length, slots = lengths(scale), lanes(scale)
     default = attention_settings(batch, heads, kv, n, dim)
     settings = dataclasses.replace(default, **changes)
     scratch = attention_scratch(batch, heads, n, dim, settings, scale.device)
@@ -37,14 +37,16 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         rows = []
-        for b in range(batch):
-            k, v = (t[b : b + 1, :, seen(b)].to(dtype) for t in (keys, values))
+        for b, slot in enumerate(slots.tolist()):
+            k, v = (t[slot : slot + 1, :, seen(slot)].to(dtype) for t in (keys, values))
             rows.append(attention(q[b : b + 1].to(dtype), k, v, None).flatten(0, 1))
         return torch.cat(rows)
 
     total = sum(min(scale.prefix - b, cap) + n for b in range(batch))
     return Problem(
-        run=lambda: attend(q, keys, values, length, cap, False, window, out=out, scratch=scratch, settings=settings),
+        run=lambda: attend(
+            q, keys, values, length, slots, cap, False, window, out=out, scratch=scratch, settings=settings
+        ),
         outputs={"out": out},
         reference=lambda: {"out": expected(torch.float32)},
         work=Work(q.nbytes + out.nbytes + 2 * total * kv * dim * keys.itemsize, 4 * total * n * heads * dim),

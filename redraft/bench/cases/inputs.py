@@ -39,10 +39,17 @@ def lengths(scale: Scale) -> torch.Tensor:
     return scale.prefix - torch.arange(scale.batch, dtype=torch.int32, device=scale.device)
 
 
+def lanes(scale: Scale) -> torch.Tensor:
+    """The slot table int32 [B] of a pass over every slot, last first."""
+    return torch.arange(scale.batch, dtype=torch.int32, device=scale.device).flip(0)
+
+
 def first_pass(scale: Scale) -> SlotState:
     """Every slot in the first pass of its first canvas, under the published settings."""
     slots = SlotState.allocate(scale.batch, scale.device)
     for b in range(scale.batch):
-        slots.configure(b, SETTINGS, seed=b)
+        slots.admit(b, seed=b)
+    slots.temperature.fill_(SETTINGS.t_max)
+    slots.canvas_index.zero_()
     slots.done.zero_()
     return slots

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian
+from redraft.bench.cases.inputs import gaussian, lanes
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
@@ -22,11 +22,12 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     cap = config.sliding_window - 1 if ring else scale.prefix + n
     start = [gaussian(scale, generator, batch, layer.num_kv_heads, cap + n, layer.head_dim) for _ in range(2)]
     keys, values = (t.clone() for t in start)
+    slots = lanes(scale)
     length, count = (torch.full((batch,), c, dtype=torch.int32, device=scale.device) for c in (scale.prefix, n))
 
     def reference() -> dict[str, torch.Tensor]:
         expected = {name: t.clone() for name, t in zip(("keys", "values"), start, strict=True)}
-        commit_rows_reference(**expected, length=length, count=count, rows_cap=cap, ring=ring)
+        commit_rows_reference(**expected, length=length, slots=slots, count=count, rows_cap=cap, ring=ring)
         return expected
 
     def reset() -> None:
@@ -35,7 +36,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
 
     moved = 2 * batch * layer.num_kv_heads * n * layer.head_dim * keys.itemsize
     return Problem(
-        run=lambda: commit_rows(keys, values, length, count, cap, ring=ring),
+        run=lambda: commit_rows(keys, values, length, slots, count, cap, ring=ring),
         outputs={"keys": keys, "values": values},
         reference=reference,
         work=Work(2 * moved, 0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import BF16_TOLERANCE, gaussian, routing, weight
+from redraft.bench.cases.inputs import BF16_TOLERANCE, first_pass, gaussian, lanes, routing, weight
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels import norms
@@ -36,18 +36,24 @@ def embed(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
     tokens = torch.randint(table.shape[0], (scale.rows,), generator=generator, device=scale.device)
     signal, w = gaussian(scale, generator, scale.rows, h), weight(scale, generator, h)
     x, next_in, factor = torch.empty_like(signal), torch.empty_like(signal), float(h**0.5)
+    step, slots = first_pass(scale).step + 1, lanes(scale)  # a first pass would not read the signal
+
+    def plain(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b, c = (t.to(dtype) for t in (table, w, signal))
+        return norms.embed_norms_reference(tokens, a, factor, eps, b, normed=True, slots=slots, signal=c, step=step)
 
     def reference() -> dict[str, torch.Tensor]:
-        both = norms.embed_norms_reference(tokens, table.float(), factor, signal.float(), eps, w.float(), normed=True)
-        return dict(zip(("x", "next_in"), both, strict=True))
+        return dict(zip(("x", "next_in"), plain(torch.float32), strict=True))
 
     return Problem(
-        run=lambda: norms.embed_norms(tokens, table, factor, signal, eps, w, normed=True, x=x, next_in=next_in),
+        run=lambda: norms.embed_norms(
+            tokens, table, factor, eps, w, normed=True, x=x, next_in=next_in, slots=slots, signal=signal, step=step
+        ),
         outputs={"x": x, "next_in": next_in},
         reference=reference,
         work=Work(4 * x.nbytes + tokens.nbytes, 10 * x.numel()),
         tolerance=BF16_TOLERANCE,
-        stock=lambda: norms.embed_norms_reference(tokens, table, factor, signal, eps, w, normed=True),
+        stock=lambda: plain(scale.dtype),
         compiles=True,
     )
 

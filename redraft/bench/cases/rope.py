@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian, lengths, weight
+from redraft.bench.cases.inputs import gaussian, lanes, lengths, weight
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
@@ -23,18 +23,19 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     cap = config.sliding_window - 1 if kind == "sliding" else scale.prefix
     qkv = gaussian(scale, generator, scale.rows, parts * dim)
     q_weight, k_weight = (weight(scale, generator, dim) for _ in range(2))
-    freq, length = inverse_frequencies(layer).to(scale.device), lengths(scale)
+    freq, length, slots = inverse_frequencies(layer).to(scale.device), lengths(scale), lanes(scale)
     q = torch.empty(batch, heads, n, dim, device=scale.device, dtype=scale.dtype)
     keys, values = (torch.zeros(batch, kv, cap + n, dim, device=scale.device, dtype=scale.dtype) for _ in range(2))
 
     def reference(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         a, b, c = (t.to(dtype) for t in (qkv, q_weight, k_weight))
-        out = qkv_norm_rope_reference(a, b, c, freq, length, config.rms_norm_eps, heads=heads, kv_heads=kv)
-        return dict(zip(("q", "k", "v"), out, strict=True))
+        out = qkv_norm_rope_reference(a, b, c, freq, length, slots, config.rms_norm_eps, heads=heads, kv_heads=kv)
+        q, k, v = out
+        return {"q": q, "k": k.flip(0), "v": v.flip(0)}
 
     return Problem(
         run=lambda: qkv_norm_rope(
-            qkv, q_weight, k_weight, freq, length, config.rms_norm_eps,
+            qkv, q_weight, k_weight, freq, length, slots, config.rms_norm_eps,
             q_out=q, keys=keys, values=values, rows_cap=cap,
         ),
         outputs={"q": q, "k": keys[:, :, cap:], "v": values[:, :, cap:]},

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import SETTINGS, first_pass, gaussian
+from redraft.bench.cases.inputs import SETTINGS, first_pass, gaussian, lanes
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
@@ -26,7 +26,7 @@ def _scaled(scale: Scale, raw: torch.Tensor) -> torch.Tensor:
 
 def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     config, rows, vocab = scale.config, scale.rows, scale.config.vocab_size
-    raw, slots = gaussian(scale, generator, rows, vocab, std=4.0), first_pass(scale)
+    raw, state, slots = gaussian(scale, generator, rows, vocab, std=4.0), first_pass(scale), lanes(scale)
     draw, argmax = (torch.empty(rows, dtype=torch.int64, device=scale.device) for _ in range(2))
     entropy, confidence, log_norm = (torch.empty(rows, device=scale.device) for _ in range(3))
     settings = dataclasses.replace(SAMPLE, **changes)
@@ -55,7 +55,7 @@ def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, A
         return torch.multinomial(probs, 1), logits.argmax(dim=-1), entropies, logits.to(scale.dtype)
 
     return Problem(
-        run=lambda: sample(raw, slots, config.canvas_length, config.final_logit_softcap, **outputs, settings=settings),
+        run=lambda: sample(raw, state, slots, config.final_logit_softcap, **outputs, settings=settings),
         outputs=outputs,
         reference=reference,
         work=Work(raw.nbytes + sum(t.nbytes for t in outputs.values()), 20 * raw.numel()),
@@ -66,13 +66,15 @@ def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, A
 
 def soft(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     config = scale.config
-    raw, slots = gaussian(scale, generator, scale.rows, config.vocab_size, std=4.0), first_pass(scale)
+    raw, state, slots = (
+        gaussian(scale, generator, scale.rows, config.vocab_size, std=4.0),
+        first_pass(scale),
+        lanes(scale),
+    )
     log_norm, out = _scaled(scale, raw).logsumexp(dim=-1), torch.empty_like(raw)
     settings = dataclasses.replace(PROBABILITIES, **changes)
     return Problem(
-        run=lambda: probabilities(
-            raw, log_norm, slots, config.canvas_length, config.final_logit_softcap, out=out, settings=settings
-        ),
+        run=lambda: probabilities(raw, log_norm, state, slots, config.final_logit_softcap, out=out, settings=settings),
         outputs={"out": out},
         reference=lambda: {"out": torch.softmax(_scaled(scale, raw), dim=-1)},
         work=Work(raw.nbytes + out.nbytes + log_norm.nbytes, 10 * raw.numel()),
