@@ -57,7 +57,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._text = Text(tokenizer, self.config.vocab_size)
         most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
-        self._desk = Desk(self._open_loop, most, self._text, self.config.canvas_length)
+        longest = context or self.config.max_position_embeddings
+        self._desk = Desk(self._open_loop, most, longest, self._text, self.config.canvas_length)
         self._least = (slots or 1, context or 1)
         if (slots or context) and tier == "turbo":
             self._desk.open(*self._least)
@@ -179,7 +180,8 @@ class Engine:
         def open_loop(slots: int, positions: int) -> Loop:
             return Loop(LockstepRunner(self.model, slots, seeds[0]), self.config)
 
-        return Desk(open_loop, len(seeds), self._text, self.config.canvas_length)
+        longest = self.config.max_position_embeddings
+        return Desk(open_loop, len(seeds), longest, self._text, self.config.canvas_length)
 
     def _seeds(self, seed: int | Sequence[int], count: int, tier: Tier) -> list[int]:
         if isinstance(seed, int):

@@ -30,6 +30,16 @@ class Request:
         """Positions of its slot that will be committed at most; the last canvas never is."""
         return len(self.prompt) + (-(-self.settings.max_new_tokens // canvas_length) - 1) * canvas_length
 
+    def check_fits(self, capacity: int, canvas_length: int) -> None:
+        """Raise UsageError with the numbers when it needs more than `capacity` positions."""
+        needed = self.positions(canvas_length)
+        if needed > capacity:
+            raise UsageError(
+                f"prompt of {len(self.prompt)} tokens and max_new_tokens {self.settings.max_new_tokens} need {needed} "
+                f"positions, a slot has {capacity}; shorten the prompt, lower max_new_tokens or load with a larger "
+                "context"
+            )
+
 
 @dataclass
 class _Running:
@@ -78,13 +88,7 @@ class Loop:
 
     def add(self, request: Request) -> int:
         """Put a request in line; returns its id. Raises UsageError with the numbers when no slot can ever hold it."""
-        needed = request.positions(self.config.canvas_length)
-        if needed > self.runner.capacity:
-            raise UsageError(
-                f"prompt of {len(request.prompt)} tokens and max_new_tokens {request.settings.max_new_tokens} need "
-                f"{needed} positions, a slot has {self.runner.capacity}; shorten the prompt, lower max_new_tokens or "
-                "load with a larger context"
-            )
+        request.check_fits(self.runner.capacity, self.config.canvas_length)
         number = next(self._ids)
         self._waiting.append((number, request))
         return number

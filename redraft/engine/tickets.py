@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from redraft.engine.events import Event, Result
 from redraft.engine.loop import Loop, Request
 from redraft.engine.text import Speech, Text
-from redraft.errors import RedraftError, UsageError
+from redraft.errors import RedraftError
 
 OpenLoop = Callable[[int, int], Loop]  # of so many slots, or fewer where memory ends, of so many positions
 
@@ -63,12 +63,13 @@ class Ticket:
 class Desk:
     """One loop and the tickets of its requests.
 
-    The loop is opened for the first requests, and whenever it is idle and too small opened anew with more slots, up to
-    `most_slots`, and longer ones.
+    The loop is opened for the first requests, and whenever it is idle and too small opened anew with more slots and
+    longer ones, up to `most_slots` of `most_positions`.
     """
 
-    def __init__(self, open_loop: OpenLoop, most_slots: int, text: Text, canvas_length: int):
-        self._open, self._most_slots, self._text, self._canvas_length = open_loop, most_slots, text, canvas_length
+    def __init__(self, open_loop: OpenLoop, most_slots: int, most_positions: int, text: Text, canvas_length: int):
+        self._open, self._most_slots, self._most_positions = open_loop, most_slots, most_positions
+        self._text, self._canvas_length = text, canvas_length
         self._turn = threading.Condition()
         self._stepping = False
         self._loop: Loop | None = None
@@ -84,6 +85,8 @@ class Desk:
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Put requests in line. Raises UsageError or MemoryShortage when one can never run; then none does."""
+        for request in requests:
+            request.check_fits(self._most_positions, self._canvas_length)
         tickets = [Ticket(self, request, Speech(self._text)) for request in requests]
         with self._alone():
             self._queue.extend(tickets)
@@ -170,13 +173,10 @@ class Desk:
             busy = not self._loop.idle
             if busy and self._loop.live >= self._loop.runner.slots < self._most_slots:
                 return  # once those ahead are answered, there will be more slots
-            try:
-                number = self._loop.add(self._queue[0].request)
-            except UsageError:
-                if busy:
-                    return  # likewise, and longer ones
-                raise
-            self._tickets[number] = self._queue.popleft()
+            request = self._queue[0].request
+            if busy and request.positions(self._canvas_length) > self._loop.runner.capacity:
+                return  # likewise, and longer ones
+            self._tickets[self._loop.add(request)] = self._queue.popleft()
 
     def _grow(self) -> None:
         """Open a loop that holds what is queued, unless the present one does."""

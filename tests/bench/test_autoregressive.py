@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from redraft.bench.autoregressive import FusedGreedy, ReferenceGreedy
-from redraft.engine.graphs import SlotRunner
+from redraft.engine.graphs import GraphRunner
 from redraft.network.arena import KVArena, SlotArena
 from redraft.network.fused import Buffers, FusedModel
 from redraft.network.model import Model
@@ -100,9 +100,9 @@ def test_an_end_token_ends_an_answer(tiny: Model) -> None:
     assert cut[1] == (second[: second.index(end) + 1] if end in second else second)
 
 
-def _fused(model: str, slots: int, capacity: int) -> SlotRunner:
+def _fused(model: str, slots: int, capacity: int) -> GraphRunner:
     checkpoint = load_checkpoint(model, "w4", torch.bfloat16, DEVICE)
-    return SlotRunner(FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec), slots, capacity)
+    return GraphRunner(FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec), slots, capacity, rules=())
 
 
 def _margins(model: Model, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -222,6 +222,6 @@ def test_steps_at_the_real_shapes(slots: int) -> None:
     decoder = FusedGreedy(runner, 12, ())
     decoder.read(prompts)
     answers = decoder.decode()
-    reference = Model(runner.config, runner.model.weights)
+    reference = Model(runner.model.config, runner.model.weights)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert float(_margins(reference, prompt, answer).median()) < 0.5

@@ -7,9 +7,10 @@ import torch
 
 import redraft
 from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import temperature
+from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.demo.tasks import TASKS
-from redraft.engine.graphs import SlotRunner
+from redraft.engine.graphs import GraphRunner
+from redraft.engine.runner import read_prompts
 from redraft.network.arena import KVArena
 
 # Never done before its last pass.
@@ -32,25 +33,29 @@ def test_the_bundled_model_gives_the_logits_of_the_reference() -> None:
     prompts = [cpu.encode_prompt(item.prompt) for item in items]
     config, length, slots = cpu.config, cpu.config.canvas_length, len(items)
     assert gpu.fused is not None
-    runner = SlotRunner(gpu.fused, slots, max(map(len, prompts)) + length)
-    for slot, prompt in enumerate(prompts):
-        runner.admit(slot, prompt, RULE, seed=slot)
+    runner = GraphRunner(gpu.fused, slots, max(map(len, prompts)) + length)
+    read_prompts(runner, prompts, ENTROPY_BOUND, RULE)
+    runner.start(list(range(slots)))
     arenas = [KVArena(config, 1, len(prompt), torch.float32, cpu.device) for prompt in prompts]
     for prompt, arena in zip(prompts, arenas, strict=True):
         cpu.model.encode(torch.tensor([prompt]), arena)
     raw: list[torch.Tensor] = []
-    sample = runner.sample
+    work, table = runner.work.passes[slots], runner.work.lanes[slots].table
+    sample = work.sample
 
-    def keep_and_sample() -> None:
-        raw.append(runner.work.logits.float().cpu().view(slots, length, -1))
-        sample()
+    def keep_and_sample(*arguments: object) -> None:
+        raw.append(work.logits.float().cpu().view(slots, length, -1))
+        sample(*arguments)  # type: ignore[arg-type]
 
-    runner.sample = keep_and_sample  # type: ignore[method-assign]
+    work.sample = keep_and_sample  # type: ignore[method-assign]
     conditioning: list[torch.Tensor | None] = [None] * slots
     apart, equal = [], []
-    for step in (1, 2, 3):
+    for _ in range(3):
         canvases = runner.canvases.tokens.view(slots, 1, length).clone().cpu()
-        runner.denoise()
+        temperature = float(runner.state.temperature[0])
+        work.run(gpu.fused, table, runner.arena, runner.state, runner.canvases.tokens, runner.signal)
+        own = runner.own(ENTROPY_BOUND)
+        ENTROPY_BOUND.step(work.statistics, table, runner.state, own, runner.canvases)
         for slot in range(slots):
             expected = cpu.model.denoise(canvases[slot], arenas[slot], conditioning[slot])
             got = config.final_logit_softcap * torch.tanh(raw[-1][slot] / config.final_logit_softcap)
@@ -58,7 +63,7 @@ def test_the_bundled_model_gives_the_logits_of_the_reference() -> None:
             best = expected[0].topk(2, dim=-1)
             apart.append(best.values[:, 0] - best.values[:, 1])
             equal.append(raw[-1][slot].argmax(dim=-1) == best.indices[:, 0])
-            conditioning[slot] = expected / temperature(RULE, step)
+            conditioning[slot] = expected / temperature
     same, clear = torch.cat(equal).float(), torch.cat(apart) > 0.1
     assert same.mean() > 0.99 and clear.float().mean() > 0.9
     assert same[clear].mean() >= 0.999
@@ -69,18 +74,18 @@ def test_the_bundled_model_gives_the_logits_of_the_reference() -> None:
 def test_a_hundred_repetitions_of_a_pass_differ_in_no_bit(model: str) -> None:
     engine = _load(model, "cuda")
     assert engine.fused is not None
-    runner = SlotRunner(engine.fused, 2, 400)
-    for slot, count in enumerate((20, 300)):
-        runner.admit(slot, list(range(5, 5 + count)), RULE, seed=slot)
-    runner.run_pass()  # self-conditioning is in use from the second pass on
+    runner, slots = GraphRunner(engine.fused, 2, 400), [0, 1]
+    read_prompts(runner, [list(range(5, 5 + count)) for count in (20, 300)], ENTROPY_BOUND, RULE)
+    runner.start(slots)
+    runner.run_pass(slots)  # self-conditioning is in use from the second pass on
     places = [t for part in (runner.canvases, runner.state) for t in vars(part).values() if isinstance(t, torch.Tensor)]
-    places += [runner.work.logits, runner.work.signal]
+    places += [runner.work.passes[2].logits, runner.signal]
     before = [place.clone() for place in places]
     first: list[torch.Tensor] = []
     for _ in range(100):
         for place, old in zip(places, before, strict=True):
             place.copy_(old)
-        runner.run_pass()
+        runner.run_pass(slots)
         first = first or [place.clone() for place in places]
         assert all(torch.equal(place, kept) for place, kept in zip(places, first, strict=True))
     assert not torch.equal(first[-1], before[-1])
