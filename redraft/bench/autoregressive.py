@@ -12,11 +12,9 @@ from typing import Protocol
 
 import torch
 
-from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.engine.events import cut
 from redraft.engine.graphs import GraphRunner, PassGraph
-from redraft.engine.runner import read_prompts
+from redraft.engine.runner import read_whole
 from redraft.kernels.tables import settings_for
 from redraft.network.arena import KVArena, SlotArena, SlotLayer
 from redraft.network.fused import Buffers
@@ -97,7 +95,9 @@ class FusedGreedy:
         longest = max(map(len, prompts))
         assert longest - 1 + self.max_new_tokens <= self.runner.capacity, "the runner has room for prompt and answer"
         self.runner.reset()
-        read_prompts(self.runner, [prompt[:-1] for prompt in prompts], ENTROPY_BOUND, DecodeSettings())
+        self.runner.arena.length.zero_()
+        for slot, prompt in enumerate(prompts):
+            read_whole(self.runner, slot, prompt[:-1])
         self._token.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         self._made.zero_()
         self._ended.zero_()

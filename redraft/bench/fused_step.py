@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
 from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.engine.graphs import GraphRunner
-from redraft.engine.runner import read_prompts
+from redraft.engine.runner import admit_prompts
 from redraft.kernels.experts import expert_rows, prepare_rows
 from redraft.network.fused import FusedLayer, FusedModel
 
@@ -36,7 +36,7 @@ class FusedStep:
 
     def run_encode(self) -> object:
         self.runner.reset()
-        read_prompts(self.runner, self.prompts, ENTROPY_BOUND, ENDLESS_SETTINGS)
+        admit_prompts(self.runner, self.prompts, ENTROPY_BOUND, ENDLESS_SETTINGS)
         self.runner.start(self.slots)
         return None
 

@@ -76,17 +76,16 @@ class Runner(Protocol):
         ...
 
 
-def read_prompts(
-    runner: Runner, prompts: Sequence[list[int]], rule: Rule, settings: DecodeSettings, seeds: Sequence[int] = ()
-) -> None:
-    """Admit a prompt to each of the first slots and read it whole: what the loop does piece by piece, for a benchmark.
-
-    seeds: by default the numbers of the slots.
-    """
+def admit_prompts(runner: Runner, prompts: Sequence[list[int]], rule: Rule, settings: DecodeSettings) -> None:
+    """Give each of the first slots a prompt, read whole, and its number as a seed: for benchmarks, which have no loop."""
     for slot, prompt in enumerate(prompts):
-        seed = seeds[slot] if seeds else slot
-        runner.admit(slot, slot, rule, settings, seed, keep=False, positions=len(prompt))
-        while prompt:
-            size = runner.piece if len(prompt) > runner.short else runner.short
-            runner.read({slot: prompt[:size]})
-            prompt = prompt[size:]
+        runner.admit(slot, slot, rule, settings, slot, keep=False, positions=len(prompt))
+        read_whole(runner, slot, prompt)
+
+
+def read_whole(runner: Runner, slot: int, prompt: list[int]) -> None:
+    """All the pieces of a prompt, one after the other."""
+    while prompt:
+        size = runner.piece if len(prompt) > runner.short else runner.short
+        runner.read({slot: prompt[:size]})
+        prompt = prompt[size:]

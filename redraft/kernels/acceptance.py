@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redraft.kernels.launch import after_previous, early_launch, tl, triton
+from redraft.kernels.launch import INTERPRET, after_previous, early_launch, tl, triton
 from redraft.kernels.philox import philox_words
 from redraft.kernels.state import CONVERGED, OUT_OF_STEPS, Canvases, SlotState
 
@@ -84,10 +84,17 @@ def start_canvas(slots: torch.Tensor, state: SlotState, own: EntropyBoundState, 
 
 @triton.jit
 def _temperature(step, max_steps, t_min, t_max):
-    """decode.entropy_bound.temperature after `step` passes: each operation in fp64, then rounded to fp32."""
+    """decode.entropy_bound.temperature after `step` passes, every operation rounded to fp32."""
     share = ((max_steps - step).to(tl.float64) / max_steps.to(tl.float64)).to(tl.float32)
-    span = ((t_max - t_min).to(tl.float32).to(tl.float64) * share.to(tl.float64)).to(tl.float32)
-    return (t_min.to(tl.float32).to(tl.float64) + span.to(tl.float64)).to(tl.float32)
+    return t_min.to(tl.float32) + _product((t_max - t_min).to(tl.float32), share)
+
+
+@triton.jit
+def _product(a, b):
+    """fp32 a * b, which the compiler must not contract with a sum that follows."""
+    if INTERPRET:
+        return a * b
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
