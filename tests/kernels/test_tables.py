@@ -19,11 +19,14 @@ from redraft.store.random import PRESETS
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(tables.LaunchSettings):
     block: int = 128
     num_stages: int = 4
     programs: int = 264
     max_registers: int | None = None
+
+    def shared(self) -> int:
+        return self.num_stages * H200.shared // 4
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def test_passes_ask_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     entries = {"attention.sliding": {"block_n": 32}, "sampling.statistics": {"num_warps": 4}}
     write("NVIDIA H200", entries)
     for module in (tables, fused):
-        monkeypatch.setattr(module, "current_gpu", lambda: H200)
+        monkeypatch.setattr(module, "current_gpu", lambda device=None: H200)
     config, meta = PRESETS["26b-a4b"], torch.device("meta")
     heads = {layer.kind: fused.HeadBuffers(config, layer, 1, 256, meta) for layer in config.layers}
     assert heads["sliding"].settings == replace(attention_settings(1, 16, 8, 256, 256), block_n=32)
