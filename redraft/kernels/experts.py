@@ -244,10 +244,10 @@ class ExpertSettings(LaunchSettings):
     down_warps: int = 4
 
     def shared(self) -> int:
-        # 128 weight rows in words of 4 bits and with their scales, and rows of tokens, of groups of 128 and of 64
-        # values; the tile of weights in BF16 on its way to the tensor cores.
-        up = self.gate_up_stages * (128 * (64 + 4) + TILE_ROWS * (256 + 4)) + 128 * 256
-        return max(up, self.down_stages * (128 * (32 + 4) + TILE_ROWS * (128 + 4)) + 128 * 128)
+        def stage(group: int) -> int:  # 128 weight rows of 4 bits with their scales, token rows of 16 with their sums
+            return 128 * (group // 2 + 4) + TILE_ROWS * (2 * group + 4)
+
+        return max(self.gate_up_stages * stage(128), self.down_stages * stage(64))
 
 
 EXPERTS = ExpertSettings()
