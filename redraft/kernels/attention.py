@@ -129,7 +129,7 @@ def attend(
             **early_launch(),
         )  # fmt: skip
 
-    run("attention", settings, launch)
+    run("attention", settings, None, launch)
     if settings.splits > 1:
         block = 4  # rows a program: 2 KB or 4 KB of every split, enough loads in flight for 128 threads
         count = lanes * heads * rows

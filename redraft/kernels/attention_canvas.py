@@ -109,7 +109,7 @@ def attend_canvas(
     for first in range(0, lanes, scratch.lanes):
         part = slice(first, min(first + scratch.lanes, lanes))
         pairs = (part.stop - first) * kv_heads
-        run("attention_canvas", settings, launch)
+        run("attention_canvas", settings, None, launch)
 
 
 @triton.jit

@@ -258,16 +258,8 @@ class ExpertBuffers:
 
     tile_rows = TILE_ROWS
 
-    def __init__(
-        self,
-        slots: int,
-        hidden: int,
-        width: int,
-        spec: QuantSpec,
-        device: torch.device,
-        settings: ExpertSettings | None,
-    ):
-        self.settings = settings
+    def __init__(self, slots: int, hidden: int, width: int, spec: QuantSpec, device: torch.device):
+        self.settings: ExpertSettings | None = None  # those of the GPU in use
         self.inner = torch.empty(slots, width, dtype=torch.bfloat16, device=device)
         self.inner_sums = torch.empty(slots, width // spec.group_down, dtype=torch.float32, device=device)
         self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
@@ -278,15 +270,12 @@ Buffers = ExpertBuffers | HopperBuffers
 
 def expert_buffers(
     rows: int, top_k: int, num_experts: int, hidden: int, width: int, spec: QuantSpec, device: torch.device,
-    products: HopperProducts | None, settings: ExpertSettings | None = None,
+    products: HopperProducts | None,
 ) -> Buffers:  # fmt: skip
-    """Buffers for `rows` rows and packed experts of `width`, of the kernels that `expert_products` chose.
-
-    settings: of the Triton products; None: those of the GPU in use.
-    """
+    """Buffers for `rows` rows and packed experts of `width`, of the kernels that `expert_products` chose."""
     if products is not None:
         return HopperBuffers(products, rows, top_k, num_experts, device)
-    return ExpertBuffers(rows * top_k, hidden, width, spec, device, settings)
+    return ExpertBuffers(rows * top_k, hidden, width, spec, device)
 
 
 @lru_cache
@@ -365,7 +354,7 @@ def _packed_rows(
             BLOCK_M=down.rows, BLOCK_N=TILE_ROWS, STAGES=s.down_stages, num_warps=s.down_warps,
         )  # fmt: skip
 
-    run("experts.w4.triton", buffers.settings, launch, EXPERTS)
+    run("experts.w4.triton", buffers.settings, EXPERTS, launch)
 
 
 def _dense_rows(x: torch.Tensor, experts: DenseExperts, slots: Slots) -> torch.Tensor:

@@ -87,7 +87,7 @@ def commit_rows(
         )  # fmt: skip
 
     kernel = "kv_write.sliding" if ring else "kv_write.full"
-    run(kernel, settings, launch, COMMIT)
+    run(kernel, settings, COMMIT, launch)
 
 
 def advance(length: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:

@@ -73,12 +73,9 @@ GATED = GatedSettings()
 def gated_into(gate_up: torch.Tensor, out: torch.Tensor, settings: GatedSettings | None = None) -> None:
     """out [R, I] = tanh-GELU(gate) * up of gate_up [R, 2I] = [gate | up], both contiguous, any float dtype."""
     rows, intermediate = out.shape
-
-    def launch(s: GatedSettings) -> None:
-        grid = (rows, triton.cdiv(intermediate, s.block))
-        _gated_kernel[grid](gate_up, out, I=intermediate, BLOCK_I=s.block, num_warps=s.num_warps, **early_launch())
-
-    run("mlp.gated", settings, launch, GATED)
+    run("mlp.gated", settings, GATED, lambda s: _gated_kernel[(rows, triton.cdiv(intermediate, s.block))](
+        gate_up, out, I=intermediate, BLOCK_I=s.block, num_warps=s.num_warps, **early_launch()
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ PRODUCT = ProductSettings(rows=128, columns=64, depth=64, num_warps=8, num_stage
 
 
 def products_fit(device: torch.device) -> bool:
-    """Whether a GPU takes `gated_product_into` and `product_into` whole; shrunk, they are slower than the library."""
+    """Whether a GPU takes `gated_product_into` and `product_into` as they were measured, not shrunk to fit."""
     gpu = current_gpu(device)
     if gpu is None or TensorDescriptor is None or not from_hopper_on(device):
         return False
@@ -163,13 +160,9 @@ def _launch_product(
     name: str, kernel: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings | None
 ) -> None:
     (rows, depth), columns = x.shape, out.shape[1]
-
-    def launch(s: ProductSettings) -> None:
-        kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
-            TensorDescriptor.from_tensor(x, [s.rows, s.depth]),
-            TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
-            out, rows, depth, columns, BLOCK_M=s.rows, BLOCK_N=s.columns, BLOCK_K=s.depth,
-            num_warps=s.num_warps, num_stages=s.num_stages,
-        )  # fmt: skip
-
-    run(name, settings, launch, PRODUCT)
+    run(name, settings, PRODUCT, lambda s: kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
+        TensorDescriptor.from_tensor(x, [s.rows, s.depth]),
+        TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
+        out, rows, depth, columns, BLOCK_M=s.rows, BLOCK_N=s.columns, BLOCK_K=s.depth,
+        num_warps=s.num_warps, num_stages=s.num_stages,
+    ))  # fmt: skip

@@ -138,13 +138,9 @@ def rms_norm_into(
     Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
-
-    def launch(s: RowSettings) -> None:
-        _rms_norm_kernel[(rows * heads,)](
-            x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **s.options(hidden), **early_launch()
-        )
-
-    run("norms.rms_norm", settings, launch, ROW)
+    run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows * heads,)](
+        x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **s.options(hidden), **early_launch()
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -190,14 +186,10 @@ def embed_norms(
     rows, hidden = x.shape
     assert signal is None or (slots is not None and step is not None), "signals belong to slots, from their second pass"
     per_lane = 1 if slots is None else rows // slots.shape[0]
-
-    def launch(s: RowSettings) -> None:
-        _embed_norms_kernel[(rows,)](
-            tokens, embed, slots, signal, step, next_weight, x, next_in, per_lane, scale, eps,
-            H=hidden, NORMED=normed, **s.options(hidden), **early_launch(),
-        )  # fmt: skip
-
-    run("norms.embed", settings, launch, ROW)
+    run("norms.embed", settings, ROW, lambda s: _embed_norms_kernel[(rows,)](
+        tokens, embed, slots, signal, step, next_weight, x, next_in, per_lane, scale, eps,
+        H=hidden, NORMED=normed, **s.options(hidden), **early_launch(),
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -247,15 +239,11 @@ def residual_norms(
     """
     rows, hidden = x.shape
     assert hidden % group_size == 0 and group_size & (group_size - 1) == 0, "groups must tile a row"
-
-    def launch(s: RowSettings) -> None:
-        _residual_norms_kernel[(rows,)](
-            x, delta, delta_weight, dense_weight, expert_weight, router_weight,
-            dense_in, expert_in, router_in, group_sums, hidden**-0.5, eps,
-            H=hidden, GROUP=group_size, **s.options(hidden), **early_launch(),
-        )  # fmt: skip
-
-    run("norms.residual", settings, launch, ROW)
+    run("norms.residual", settings, ROW, lambda s: _residual_norms_kernel[(rows,)](
+        x, delta, delta_weight, dense_weight, expert_weight, router_weight,
+        dense_in, expert_in, router_in, group_sums, hidden**-0.5, eps,
+        H=hidden, GROUP=group_size, **s.options(hidden), **early_launch(),
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -304,11 +292,7 @@ def combine_norms(
     x, dense, next_in [R, H]; expert_rows [R * k, H]; slot_of int32 [R * k]; routing fp32 [R, k]; scalar one element.
     """
     rows, hidden = x.shape
-
-    def launch(s: RowSettings) -> None:
-        _combine_norms_kernel[(rows,)](
-            x, dense, expert_rows, slot_of, routing, dense_weight, expert_weight, weight, scalar, next_weight, next_in,
-            eps, H=hidden, TOP_K=routing.shape[1], **s.options(hidden), **early_launch(),
-        )  # fmt: skip
-
-    run("norms.combine", settings, launch, ROW)
+    run("norms.combine", settings, ROW, lambda s: _combine_norms_kernel[(rows,)](
+        x, dense, expert_rows, slot_of, routing, dense_weight, expert_weight, weight, scalar, next_weight, next_in,
+        eps, H=hidden, TOP_K=routing.shape[1], **s.options(hidden), **early_launch(),
+    ))  # fmt: skip

@@ -170,4 +170,4 @@ def qkv_norm_rope(
         )  # fmt: skip
 
     kernel = "rope.sliding" if has_v else "rope.full"
-    run(kernel, settings, launch, ROPE)
+    run(kernel, settings, ROPE, launch)

@@ -169,16 +169,12 @@ def route_into(
     tiles, chunks, block_e = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, chunk), _expert_block(num_experts)
     assert scratch.parts.shape[1:] == (chunks, TILE_ROWS, block_e), "the scratch belongs to another shape"
     assert scratch.tickets.shape[0] >= tiles, "the scratch is for fewer rows"
-
-    def launch(s: RouterSettings) -> None:
-        _route_kernel[(tiles, chunks)](
-            router_in, proj, per_expert_scale, weights, experts, scratch.parts, scratch.tickets, rows,
-            H=hidden, E=num_experts, TOP_K=top_k, CHUNKS=chunks, CHUNK=chunk, BLOCK_K=s.block_k, BLOCK_E=block_e,
-            BLOCK_M=TILE_ROWS, BLOCK_TOP=triton.next_power_of_2(top_k), STAGES=s.num_stages, num_warps=s.num_warps,
-            **early_launch(),
-        )  # fmt: skip
-
-    run("router", scratch.settings, launch)
+    run("router", scratch.settings, None, lambda s: _route_kernel[(tiles, chunks)](
+        router_in, proj, per_expert_scale, weights, experts, scratch.parts, scratch.tickets, rows,
+        H=hidden, E=num_experts, TOP_K=top_k, CHUNKS=chunks, CHUNK=chunk, BLOCK_K=s.block_k, BLOCK_E=block_e,
+        BLOCK_M=TILE_ROWS, BLOCK_TOP=triton.next_power_of_2(top_k), STAGES=s.num_stages, num_warps=s.num_warps,
+        **early_launch(),
+    ))  # fmt: skip
 
 
 def _expert_block(num_experts: int) -> int:

@@ -118,16 +118,12 @@ def sample(
     Rows of slots that are done stay as they are.
     """
     rows, vocab = logits.shape
-
-    def launch(s: SampleSettings) -> None:
-        _sample_kernel[(rows,)](
-            logits, draw, argmax, entropy, confidence, log_norm,
-            state.seed, state.canvas_index, state.step, state.done, state.temperature, slots,
-            rows // slots.shape[0], softcap, VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps,
-            maxnreg=s.max_registers, **early_launch(),
-        )  # fmt: skip
-
-    run("sampling.statistics", settings, launch, SAMPLE)
+    run("sampling.statistics", settings, SAMPLE, lambda s: _sample_kernel[(rows,)](
+        logits, draw, argmax, entropy, confidence, log_norm,
+        state.seed, state.canvas_index, state.step, state.done, state.temperature, slots,
+        rows // slots.shape[0], softcap, VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps,
+        maxnreg=s.max_registers, **early_launch(),
+    ))  # fmt: skip
 
 
 def probabilities(
@@ -140,14 +136,11 @@ def probabilities(
     does between passes: model.py keeps them in fp32, and a BF16 logit near 50 is off by up to 13 % in probability.
     """
     rows, vocab = logits.shape
-
-    def launch(s: SampleSettings) -> None:
-        _probabilities_kernel[(rows, triton.cdiv(vocab, s.block))](
-            logits, log_norm, out, state.done, state.temperature, slots, rows // slots.shape[0], softcap,
-            VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps, maxnreg=s.max_registers, **early_launch(),
-        )  # fmt: skip
-
-    run("sampling.probabilities", settings, launch, PROBABILITIES)
+    kernel = _probabilities_kernel
+    run("sampling.probabilities", settings, PROBABILITIES, lambda s: kernel[(rows, triton.cdiv(vocab, s.block))](
+        logits, log_norm, out, state.done, state.temperature, slots, rows // slots.shape[0], softcap,
+        VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps, maxnreg=s.max_registers, **early_launch(),
+    ))  # fmt: skip
 
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -86,13 +86,9 @@ def scatter_signal(
 ) -> None:  # fmt: skip
     """Copy rows [W * C, H] of every lane to the rows of its slot in signal [S * C, H], unless the slot is done."""
     count, hidden = rows.shape
-
-    def launch(s: RowSettings) -> None:
-        _scatter_kernel[(count,)](
-            rows, done, slots, signal, count // slots.shape[0], H=hidden, **s.options(hidden), **early_launch()
-        )
-
-    run("self_conditioning.scatter", settings, launch, ROW)
+    run("self_conditioning.scatter", settings, ROW, lambda s: _scatter_kernel[(count,)](
+        rows, done, slots, signal, count // slots.shape[0], H=hidden, **s.options(hidden), **early_launch()
+    ))  # fmt: skip
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def assign_slots(
             **early_launch(),
         )  # fmt: skip
 
-    run("slots", settings, launch, SLOTS)
+    run("slots", settings, SLOTS, launch)
 
 
 def _blocks(assignments: int) -> tuple[int, int]:

@@ -163,23 +163,23 @@ def test_a_refused_launch_shrinks_and_is_remembered(monkeypatch: pytest.MonkeyPa
             raise OutOfResources
 
     for _ in range(2):
-        run("head", None, launch, Settings())
-        run("head", Settings(num_stages=2), launch)
+        run("head", None, Settings(), launch)
+        run("head", Settings(num_stages=2), None, launch)
     assert tried == [4, 2, 1, 2, 1, 1, 1]
-    run("other", Settings(num_stages=1), launch)
+    run("other", Settings(num_stages=1), None, launch)
 
     def never(settings: Settings) -> None:
         raise OutOfResources(f"{settings.num_stages} stages")
 
     with pytest.raises(OutOfResources, match="1 stages"):
-        run("head", None, never, Settings())
+        run("head", None, Settings(), never)
 
     def broken(settings: Settings) -> None:
         tried.append(settings.num_stages)
         raise ValueError
 
     with pytest.raises(ValueError):
-        run("another", None, broken, Settings())
+        run("another", None, Settings(), broken)
     assert tried[-2:] == [1, 4], "other errors are not for smaller settings"
 
 

@@ -16,7 +16,7 @@ import torch
 from redraft.bench.cases.inputs import choices, gaussian, routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import EXPERTS, expert_buffers, expert_products, expert_rows, prepare_rows
+from redraft.kernels.experts import EXPERTS, ExpertBuffers, expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import repack
 from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import assign_slots_reference
@@ -33,8 +33,9 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], 
     sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
     _, chosen = routing(scale, generator)
     products = expert_products(h, inner, spec, scale.device) if hopper else None
-    settings = dataclasses.replace(EXPERTS, **changes)
-    buffers = expert_buffers(rows, top_k, config.num_experts, h, inner, spec, scale.device, products, settings)
+    buffers = expert_buffers(rows, top_k, config.num_experts, h, inner, spec, scale.device, products)
+    if isinstance(buffers, ExpertBuffers):
+        buffers.settings = dataclasses.replace(EXPERTS, **changes)
     slots = assign_slots_reference(chosen.long(), config.num_experts, buffers.tile_rows)
 
     def reference() -> dict[str, torch.Tensor]:

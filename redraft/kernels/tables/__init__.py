@@ -117,9 +117,7 @@ def smaller(settings: Settings) -> Settings | None:
 _ACCEPTED: dict[tuple[str, LaunchSettings], Any] = {}  # in the place of settings that were refused
 
 
-def run(
-    kernel: str, settings: Settings | None, launch: Callable[[Settings], object], default: Settings | None = None
-) -> None:
+def run(kernel: str, settings: Settings | None, default: Settings | None, launch: Callable[[Settings], object]) -> None:
     """launch(settings), or launch with smaller ones when they are refused, from then on always with those.
 
     settings None: those of the GPU in use for `default`. A refused launch has not begun, but one ahead of it in
