@@ -29,7 +29,7 @@ from redraft.kernels.mlp import gated_into, gated_product_into, product_into, pr
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
-from redraft.kernels.sampling import PROBABILITIES, SAMPLE, Statistics, probabilities, sample
+from redraft.kernels.sampling import Statistics, probabilities, sample
 from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.kernels.state import SlotState
