@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from redraft.kernels.launch import INTERPRET, after_previous, dot, early_launch, rounded, tl, triton
+from redraft.kernels.tables import H200, Gpu, LaunchSettings, run
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -45,8 +46,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
 
 
 @dataclass(frozen=True)
-class AttentionSettings:
+class AttentionSettings(LaunchSettings):
     """Launch settings: a program makes block_d output columns of block_m rows from one of `splits` key shares."""
+
+    tiles = ("block_m", "block_n")
 
     block_m: int
     block_n: int
@@ -56,46 +59,46 @@ class AttentionSettings:
     splits: int
 
 
+def attention_bytes(block_m: int, block_n: int, num_stages: int, head_dim: int, block_d: int) -> int:
+    """Shared memory of a program: the Q tile and num_stages K and V tiles."""
+    return 2 * (block_m * head_dim + num_stages * block_n * (head_dim + block_d))
+
+
 # (block_m, block_n, num_stages), best first: wide tiles keep wgmma fed from shared memory.
 _TILES = ((128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 64, 2), (16, 16, 1))
 
 
 def attention_settings(
-    batch: int, heads: int, kv_heads: int, rows: int, head_dim: int, sms: int = 132, shared: int = 232_448
+    lanes: int, heads: int, kv_heads: int, rows: int, head_dim: int, gpu: Gpu = H200
 ) -> AttentionSettings:
-    """Settings for `rows` new rows a slot on a GPU of `sms` multiprocessors with `shared` bytes each (default: H200).
+    """Settings for `rows` new rows a lane.
 
-    Shared memory holds the Q tile and `num_stages` K and V tiles. The accumulator takes block_m * block_d fp32
-    registers, 128 a thread at most, so head_dim 512 is made in two halves that both compute the scores: 29 us a layer
-    by arithmetic, where 64 rows of all 512 columns, whose scores both warpgroups compute, would take 40.
+    The accumulator takes block_m * block_d fp32 registers, 128 a thread at most, so head_dim 512 is made in two halves
+    that both compute the scores: 29 us a layer by arithmetic, where 64 rows of all 512 columns, whose scores both
+    warpgroups compute, would take 40.
     """
     packed, block_d = rows * heads // kv_heads, min(256, head_dim)
-    for block_m, block_n, stages in _TILES:
-        bytes_needed = 2 * (block_m * head_dim + stages * block_n * (head_dim + block_d))
-        if bytes_needed <= shared and block_m < 2 * max(packed, 16):
+    for tile in _TILES:
+        if attention_bytes(*tile, head_dim, block_d) <= gpu.shared and tile[0] < 2 * max(packed, 16):
             break
-    programs = batch * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d)
+    block_m, block_n, stages = tile
+    programs = lanes * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d)
     # Fill the machine once; more than 8 shares cost more to combine than they gain.
-    splits = max(1, min(8, sms // programs))
+    splits = max(1, min(8, gpu.sms // programs))
     return AttentionSettings(block_m, block_n, block_d, stages, 8 if block_m == 128 else 4, splits)
 
 
 def attention_scratch(
-    batch: int,
-    heads: int,
-    rows: int,
-    head_dim: int,
-    settings: AttentionSettings,
-    device: torch.device,
+    lanes: int, heads: int, rows: int, head_dim: int, settings: AttentionSettings, device: torch.device,
     dtype: torch.dtype = torch.float16,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Outputs by share of the keys [splits, B * heads * N, D]; their (maximum, sum) fp32 [splits, B * heads * N, 2].
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """Outputs by share of the keys [splits, W * heads * N, D]; their (maximum, sum) fp32 [splits, W * heads * N, 2].
 
     fp16 rounds them eight times finer than the BF16 output is, and holds them: they are averages of normed values.
     """
     if settings.splits == 1:
         return None
-    count = batch * heads * rows
+    count = lanes * heads * rows
     partial = torch.empty(settings.splits, count, head_dim, dtype=dtype, device=device)
     return partial, torch.empty(settings.splits, count, 2, dtype=torch.float32, device=device)
 
@@ -112,22 +115,24 @@ def attend(
     `window` neither are those `window` or more before it. out [W * N, heads * D]; scratch from `attention_scratch`. q
     may be a transposed view (its last dimension must be contiguous), the arena must be contiguous.
     """
-    batch, heads, rows, head_dim = q.shape
+    lanes, heads, rows, head_dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     partial, stats = scratch if scratch is not None else (out, out)
-    tiles, halves = triton.cdiv(rows * group, settings.block_m), head_dim // settings.block_d
-    grid = (tiles, batch * kv_heads, settings.splits * halves)
-    _attend_kernel[grid](
-        q, keys, values, length, slots, out, partial, stats,
-        q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows,
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, CAUSAL=causal, WINDOW=window or 0, SPLITS=settings.splits,
-        BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, BLOCK_D=settings.block_d,
-        num_warps=settings.num_warps, num_stages=settings.num_stages, **early_launch(),
-    )  # fmt: skip
+
+    def launch(s: AttentionSettings) -> None:
+        grid = (triton.cdiv(rows * group, s.block_m), lanes * kv_heads, s.splits * (head_dim // s.block_d))
+        _attend_kernel[grid](
+            q, keys, values, length, slots, out, partial, stats, *q.stride()[:3], keys.shape[2], rows_cap, rows,
+            KV_HEADS=kv_heads, GROUP=group, D=head_dim, CAUSAL=causal, WINDOW=window or 0, SPLITS=s.splits,
+            BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d, num_warps=s.num_warps, num_stages=s.num_stages,
+            **early_launch(),
+        )  # fmt: skip
+
+    run("attention", settings, None, launch)
     if settings.splits > 1:
         block = 4  # rows a program: 2 KB or 4 KB of every split, enough loads in flight for 128 threads
-        count = batch * heads * rows
+        count = lanes * heads * rows
         _combine_kernel[(triton.cdiv(count, block),)](
             partial, stats, out, count, rows,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, SPLITS=settings.splits, BLOCK_M=block, num_warps=4,

@@ -18,16 +18,19 @@ import torch
 
 from redraft.kernels.attention import LOG2E
 from redraft.kernels.launch import INTERPRET, after_previous, dot, early_launch, rounded, tl, triton
+from redraft.kernels.tables import H200, Gpu, LaunchSettings, fitted, run
 
 SCRATCH_BYTES = 128 << 20  # beyond the L2 cache of any GPU; more would only save launches
 
 
 @dataclass(frozen=True)
-class CanvasSettings:
+class CanvasSettings(LaunchSettings):
     """Launch settings: tiles of block_m rows, P blocks of block_n keys, block_d output columns.
 
     Scores are summed over block_k columns of Q and K at a time.
     """
+
+    tiles = ("block_m", "block_k", "block_d")
 
     block_m: int
     block_n: int
@@ -36,6 +39,10 @@ class CanvasSettings:
     weight_stages: int
     value_stages: int
     num_warps: int
+
+    def shared(self) -> int:
+        weights = self.weight_stages * self.block_k * (self.block_m + self.block_n)
+        return 2 * max(weights, self.value_stages * self.block_n * (self.block_m + self.block_d))
 
 
 @dataclass(frozen=True)
@@ -48,38 +55,32 @@ class CanvasScratch:
     lanes: int
 
 
-def canvas_settings(
-    batch: int, heads: int, kv_heads: int, rows: int, head_dim: int, sms: int = 132, shared: int = 232_448
-) -> CanvasSettings:
-    """Settings for canvases of `rows` rows on a GPU of `sms` multiprocessors with `shared` bytes each (default: H200).
+def canvas_settings(lanes: int, heads: int, kv_heads: int, rows: int, head_dim: int, gpu: Gpu = H200) -> CanvasSettings:
+    """Settings for canvases of `rows` rows.
 
     Score tiles take 96 KiB, so that two programs share a multiprocessor and one's softmax hides behind the other's
     product. Output tiles are halved where whole ones leave most of the machine idle.
     """
     packed = rows * heads // kv_heads
     block_m, block_d = min(128, triton.next_power_of_2(max(packed, 16))), min(128, head_dim)
-    if 4 * batch * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d) < 3 * sms:
+    if 4 * lanes * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d) < 3 * gpu.sms:
         block_d = min(64, head_dim)
-    stages = max(1, min(4, shared // (2 * 128 * (block_m + block_d))))
-    return CanvasSettings(block_m, 128, min(64, head_dim), block_d, 3, stages, 8 if block_m == 128 else 4)
+    stages = max(1, min(4, gpu.shared // (2 * 128 * (block_m + block_d))))
+    warps = 8 if block_m == 128 else 4
+    return fitted(CanvasSettings(block_m, 128, min(64, head_dim), block_d, 3, stages, warps), gpu)
 
 
 def canvas_scratch(
-    batch: int,
-    heads: int,
-    rows: int,
-    rows_cap: int,
-    settings: CanvasSettings,
-    device: torch.device,
+    lanes: int, heads: int, rows: int, rows_cap: int, settings: CanvasSettings, device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
-) -> CanvasScratch:
+) -> CanvasScratch:  # fmt: skip
     """Scratch for canvases over at most rows_cap stored rows; dtype is the arena's."""
     blocks = triton.cdiv(rows_cap, settings.block_n) + triton.cdiv(rows, settings.block_n)
     per_lane = heads * rows * blocks
     fit = max(1, SCRATCH_BYTES // (per_lane * settings.block_n * dtype.itemsize))
-    lanes = triton.cdiv(batch, triton.cdiv(batch, fit))
-    weights = torch.empty(lanes * per_lane, settings.block_n, dtype=dtype, device=device)
-    return CanvasScratch(weights, torch.empty(lanes * per_lane, 2, device=device), blocks, lanes)
+    at_once = triton.cdiv(lanes, triton.cdiv(lanes, fit))
+    weights = torch.empty(at_once * per_lane, settings.block_n, dtype=dtype, device=device)
+    return CanvasScratch(weights, torch.empty(at_once * per_lane, 2, device=device), blocks, at_once)
 
 
 def attend_canvas(
@@ -87,15 +88,14 @@ def attend_canvas(
     *, out: torch.Tensor, scratch: CanvasScratch, settings: CanvasSettings,
 ) -> None:  # fmt: skip
     """`attention.attend` with causal False. rows_cap may be smaller than the one that the scratch was made for."""
-    (batch, heads, rows, head_dim), kv_heads, s = q.shape, keys.shape[1], settings
-    group, blocks = heads // kv_heads, triton.cdiv(rows_cap, s.block_n) + triton.cdiv(rows, s.block_n)
-    tiles = triton.cdiv(rows * group, s.block_m)
-    for first in range(0, batch, scratch.lanes):
-        part = slice(first, min(first + scratch.lanes, batch))
-        pairs = (part.stop - first) * kv_heads
+    (lanes, heads, rows, head_dim), kv_heads, n = q.shape, keys.shape[1], settings.block_n
+    group, blocks = heads // kv_heads, triton.cdiv(rows_cap, n) + triton.cdiv(rows, n)
+
+    def launch(s: CanvasSettings) -> None:
+        tiles = triton.cdiv(rows * group, s.block_m)
         _weights_kernel[(tiles, pairs, blocks)](
-            q[part], keys, length, slots[part], scratch.weights, scratch.stats,
-            q.stride(0), q.stride(1), q.stride(2), keys.shape[2], rows_cap, rows, scratch.blocks,
+            q[part], keys, length, slots[part], scratch.weights, scratch.stats, *q.stride()[:3],
+            keys.shape[2], rows_cap, rows, scratch.blocks,
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_K=s.block_k,
             num_stages=s.weight_stages, num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
@@ -105,6 +105,11 @@ def attend_canvas(
             KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_M=s.block_m, BLOCK_N=s.block_n, BLOCK_D=s.block_d,
             num_stages=s.value_stages, num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
+
+    for first in range(0, lanes, scratch.lanes):
+        part = slice(first, min(first + scratch.lanes, lanes))
+        pairs = (part.stop - first) * kv_heads
+        run("attention_canvas", settings, None, launch)
 
 
 @triton.jit

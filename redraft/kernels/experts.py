@@ -18,6 +18,7 @@ On Hopper the same two products run in CUDA C++ (`experts_hopper.py`), on the sa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -30,7 +31,8 @@ from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
 from redraft.kernels.mlp import gated
 from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
-from redraft.network.weights import DenseExperts, PackedExperts, RepackedExperts
+from redraft.kernels.tables import LaunchSettings, run
+from redraft.kernels.weights import DenseExperts, PackedExperts, RepackedExperts
 
 Experts = DenseExperts | PackedExperts | RepackedExperts
 
@@ -108,20 +110,9 @@ def _add_group(acc, weights, x, x_sums, scales):
 
 @triton.jit
 def _accumulate(
-    x_rows,
-    valid,
-    sum_rows,
-    words_ptr,
-    scales_ptr,
-    expert,
-    tile,
-    TILES: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_rows, valid, sum_rows, words_ptr, scales_ptr, expert, tile, TILES: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M weight rows, row tile `tile` of an expert's, times BLOCK_N token rows over all of K, in fp32."""
     BLOCK: tl.constexpr = BLOCK_M * (GROUP // 2 + 4)  # bytes of one group of a tile: words, then scales
     before = (expert * TILES).to(tl.int64) * (K // GROUP)  # blocks of other experts
@@ -153,44 +144,19 @@ def _accumulate(
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr,
-    x_sums_ptr,
-    words_ptr,
-    scales_ptr,
-    row_of_ptr,
-    out_ptr,
-    out_sums_ptr,
-    expert,
-    pid_m,
-    start,
-    end,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, out_ptr, out_sums_ptr, expert, pid_m, start, end,
+    H: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = 2 * INNER // BLOCK_M
     HALF: tl.constexpr = BLOCK_M // 2
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
     rows = tl.load(row_of_ptr + slots, mask=valid, other=0)
     acc = _accumulate(
-        x_ptr + rows.to(tl.int64) * H,
-        valid,
-        x_sums_ptr + rows * (H // GROUP),
-        words_ptr,
-        scales_ptr,
-        expert,
-        pid_m,
-        TILES,
-        H,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-        STAGES,
-    )
+        x_ptr + rows.to(tl.int64) * H, valid, x_sums_ptr + rows * (H // GROUP), words_ptr, scales_ptr, expert, pid_m,
+        TILES, H, GROUP, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
     gate, up = tl.split(acc.reshape(BLOCK_M // 16, 2, 8, BLOCK_N).permute(0, 2, 3, 1).reshape(HALF, BLOCK_N, 2))
     # gelu_tanh(g) = g * sigmoid(2 * sqrt(2/pi) * (g + 0.044715 g^3)), which does not overflow for large g.
     inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
@@ -202,23 +168,10 @@ def _gate_up_tile(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,
-    x_sums_ptr,
-    words_ptr,
-    scales_ptr,
-    row_of_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    offsets_ptr,
-    out_ptr,
-    out_sums_ptr,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, x_sums_ptr, words_ptr, scales_ptr, row_of_ptr, tile_expert_ptr, tile_start_ptr, offsets_ptr, out_ptr,
+    out_sums_ptr, H: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = 2 * INNER // BLOCK_M
     pid = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + pid // TILES)
@@ -241,61 +194,27 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_tile(
-    x_ptr,
-    x_sums_ptr,
-    words_ptr,
-    scales_ptr,
-    out_ptr,
-    expert,
-    pid_m,
-    start,
-    end,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, x_sums_ptr, words_ptr, scales_ptr, out_ptr, expert, pid_m, start, end,
+    H: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     slots = start + tl.arange(0, BLOCK_N)
     valid = slots < end
     TILES: tl.constexpr = H // BLOCK_M
     acc = _accumulate(
-        x_ptr + slots.to(tl.int64) * INNER,
-        valid,
-        x_sums_ptr + slots * (INNER // GROUP),
-        words_ptr,
-        scales_ptr,
-        expert,
-        pid_m,
-        TILES,
-        INNER,
-        GROUP,
-        BLOCK_M,
-        BLOCK_N,
-        STAGES,
-    )
+        x_ptr + slots.to(tl.int64) * INNER, valid, x_sums_ptr + slots * (INNER // GROUP), words_ptr, scales_ptr, expert,
+        pid_m, TILES, INNER, GROUP, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
     offs = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(out_ptr + slots.to(tl.int64)[None, :] * H + offs[:, None], rounded(acc, tl.bfloat16), mask=valid[None, :])
 
 
 @triton.jit
 def _down_kernel(
-    x_ptr,
-    x_sums_ptr,
-    words_ptr,
-    scales_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    offsets_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, x_sums_ptr, words_ptr, scales_ptr, tile_expert_ptr, tile_start_ptr, offsets_ptr, out_ptr,
+    H: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = H // BLOCK_M
     pid = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + pid // TILES)
@@ -315,12 +234,32 @@ def _down_kernel(
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ExpertSettings(LaunchSettings):
+    """Stages and warps of both Triton products. 4 warps: with more, a warp has half the work between two waits."""
+
+    gate_up_stages: int = 4
+    gate_up_warps: int = 4
+    down_stages: int = 4
+    down_warps: int = 4
+
+    def shared(self) -> int:
+        def stage(group: int) -> int:  # 128 weight rows of 4 bits with their scales, token rows of 16 with their sums
+            return 128 * (group // 2 + 4) + TILE_ROWS * (2 * group + 4)
+
+        return max(self.gate_up_stages * stage(128), self.down_stages * stage(64))
+
+
+EXPERTS = ExpertSettings()
+
+
 class ExpertBuffers:
     """What the Triton products write for S = rows * top_k slots, in tiles of `tile_rows`."""
 
     tile_rows = TILE_ROWS
 
     def __init__(self, slots: int, hidden: int, width: int, spec: QuantSpec, device: torch.device):
+        self.settings: ExpertSettings | None = None  # those of the GPU in use
         self.inner = torch.empty(slots, width, dtype=torch.bfloat16, device=device)
         self.inner_sums = torch.empty(slots, width // spec.group_down, dtype=torch.float32, device=device)
         self.out = torch.empty(slots, hidden, dtype=torch.bfloat16, device=device)
@@ -330,15 +269,9 @@ Buffers = ExpertBuffers | HopperBuffers
 
 
 def expert_buffers(
-    rows: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    width: int,
-    spec: QuantSpec,
-    device: torch.device,
+    rows: int, top_k: int, num_experts: int, hidden: int, width: int, spec: QuantSpec, device: torch.device,
     products: HopperProducts | None,
-) -> Buffers:
+) -> Buffers:  # fmt: skip
     """Buffers for `rows` rows and packed experts of `width`, of the kernels that `expert_products` chose."""
     if products is not None:
         return HopperBuffers(products, rows, top_k, num_experts, device)
@@ -383,12 +316,9 @@ def prepare_rows(x: torch.Tensor, buffers: Buffers | None) -> None:
 
 
 def expert_rows(
-    x: torch.Tensor,
-    x_sums: torch.Tensor,
-    experts: DenseExperts | RepackedExperts,
-    slots: Slots,
+    x: torch.Tensor, x_sums: torch.Tensor, experts: DenseExperts | RepackedExperts, slots: Slots,
     buffers: Buffers | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Every slot's expert output before the routing weights, BF16 [S, H]; of packed experts in `buffers.out`.
 
     x BF16 [T, H], after `prepare_rows`; x_sums fp32 [T, H/G1] its sums over each group (packed experts only); slots for
@@ -405,25 +335,26 @@ def expert_rows(
 
 
 def _packed_rows(
-    x: torch.Tensor,
-    x_sums: torch.Tensor,
-    experts: RepackedExperts,
-    slots: Slots,
-    buffers: ExpertBuffers,
+    x: torch.Tensor, x_sums: torch.Tensor, experts: RepackedExperts, slots: Slots, buffers: ExpertBuffers
 ) -> None:
     hidden, width, spec = x.shape[1], buffers.inner.shape[1], experts.spec
     tiles, (up, down) = slots.tile_expert.shape[0], product_tiles(hidden, spec)
-    _gate_up_kernel[(tiles * (2 * width // up.rows),)](
-        x, x_sums, experts.gate_up.view(torch.int16), experts.gate_up.view(torch.int32), slots.row_of,
-        slots.tile_expert, slots.tile_start, slots.offsets, buffers.inner, buffers.inner_sums,
-        H=hidden, INNER=width, GROUP=spec.group_gate_up,
-        BLOCK_M=up.rows, BLOCK_N=TILE_ROWS, STAGES=up.stages, num_warps=up.warps,
-    )  # fmt: skip
-    _down_kernel[(tiles * (hidden // down.rows),)](
-        buffers.inner, buffers.inner_sums, experts.down.view(torch.int16), experts.down.view(torch.int32),
-        slots.tile_expert, slots.tile_start, slots.offsets, buffers.out, H=hidden, INNER=width, GROUP=spec.group_down,
-        BLOCK_M=down.rows, BLOCK_N=TILE_ROWS, STAGES=down.stages, num_warps=down.warps,
-    )  # fmt: skip
+
+    def launch(s: ExpertSettings) -> None:
+        _gate_up_kernel[(tiles * (2 * width // up.rows),)](
+            x, x_sums, experts.gate_up.view(torch.int16), experts.gate_up.view(torch.int32), slots.row_of,
+            slots.tile_expert, slots.tile_start, slots.offsets, buffers.inner, buffers.inner_sums,
+            H=hidden, INNER=width, GROUP=spec.group_gate_up,
+            BLOCK_M=up.rows, BLOCK_N=TILE_ROWS, STAGES=s.gate_up_stages, num_warps=s.gate_up_warps,
+        )  # fmt: skip
+        _down_kernel[(tiles * (hidden // down.rows),)](
+            buffers.inner, buffers.inner_sums, experts.down.view(torch.int16), experts.down.view(torch.int32),
+            slots.tile_expert, slots.tile_start, slots.offsets, buffers.out,
+            H=hidden, INNER=width, GROUP=spec.group_down,
+            BLOCK_M=down.rows, BLOCK_N=TILE_ROWS, STAGES=s.down_stages, num_warps=s.down_warps,
+        )  # fmt: skip
+
+    run("experts.w4.triton", buffers.settings, EXPERTS, launch)
 
 
 def _dense_rows(x: torch.Tensor, experts: DenseExperts, slots: Slots) -> torch.Tensor:
@@ -456,13 +387,9 @@ def _run_repacked(
 
 
 def slot_outputs(
-    x: torch.Tensor,
-    x_sums: torch.Tensor,
-    experts: RepackedExperts,
-    width: int,
-    index: torch.Tensor,
+    x: torch.Tensor, x_sums: torch.Tensor, experts: RepackedExperts, width: int, index: torch.Tensor,
     products: HopperProducts | None,
-) -> tuple[torch.Tensor, Slots]:
+) -> tuple[torch.Tensor, Slots]:  # fmt: skip
     """`expert_rows` in buffers of its own, and its slots, for expert ids int32 [T, k] of packed experts of `width`."""
     (rows, top_k), num_experts = index.shape, experts.gate_up.shape[0]
     buffers = expert_buffers(rows, top_k, num_experts, x.shape[1], width, experts.spec, x.device, products)

@@ -37,7 +37,7 @@ import torch
 from redraft.config import QuantSpec
 from redraft.kernels.experts_layout import READ_TILES
 from redraft.kernels.slots import Slots, max_tiles
-from redraft.network.weights import RepackedExperts
+from redraft.kernels.weights import RepackedExperts
 
 SOURCE = Path(__file__).with_name("experts_hopper.cu")
 ROW_TILE = 128

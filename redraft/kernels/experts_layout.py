@@ -7,34 +7,29 @@ banks of shared memory. Gate and up rows alternate in blocks of 8, so that both 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from redraft.config import ModelConfig, QuantSpec
 from redraft.kernels.packing import pack_nibbles, unpack_nibbles
-from redraft.network.weights import PackedExperts, RepackedExperts
+from redraft.kernels.weights import PackedExperts, RepackedExperts
 
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Settings of one grouped product: weight rows a program, k a step (a group), stages, warps."""
+    """The tile of one grouped product: weight rows a program, k a step (a group)."""
 
     rows: int
     k_block: int
-    stages: int
-    warps: int
 
 
 READ_TILES = 4  # row tiles that lie together, for the Hopper products
 TILE_ROWS = 32  # token rows a tile; with more, two accumulators of 128 x rows run out of registers (docs/log.md)
-# 4 warps: with more, a warp has half the work between two waits.
-GATE_UP_TILE = GemmTile(rows=128, k_block=128, stages=4, warps=4)
-DOWN_TILE = GemmTile(rows=128, k_block=64, stages=4, warps=4)
 
 
 def gemm_tiles(config: ModelConfig, spec: QuantSpec) -> tuple[GemmTile, GemmTile] | None:
-    """Settings for the gate/up and down products of these shapes, or None where the kernels do not cover them."""
+    """Tiles of the gate/up and down products of these shapes, or None where the kernels do not cover them."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     gate_up, down = product_tiles(hidden, spec)
     powers = all(n & (n - 1) == 0 for n in (spec.group_gate_up, spec.group_down, down.rows))
@@ -44,10 +39,8 @@ def gemm_tiles(config: ModelConfig, spec: QuantSpec) -> tuple[GemmTile, GemmTile
 
 
 def product_tiles(hidden: int, spec: QuantSpec) -> tuple[GemmTile, GemmTile]:
-    """Settings of both products, whether or not the kernels cover them."""
-    rows = 2 * spec.group_down  # a gate/up tile is one group of down
-    gate_up = replace(GATE_UP_TILE, rows=rows, k_block=spec.group_gate_up)
-    return gate_up, replace(DOWN_TILE, rows=min(128, hidden), k_block=spec.group_down)
+    """Tiles of both products, whether or not the kernels cover them. A gate/up tile is one group of down."""
+    return GemmTile(2 * spec.group_down, spec.group_gate_up), GemmTile(min(128, hidden), spec.group_down)
 
 
 def repack(packed: PackedExperts, config: ModelConfig, spec: QuantSpec) -> RepackedExperts:

@@ -15,9 +15,14 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     HAS_TRITON = True
+    # What a launch raises whose settings the card or the compiler cannot serve, before anything of it has run.
+    REFUSED: tuple[type[Exception], ...] = (OutOfResources, PTXASError, CompilationError)
 except ImportError:
+    REFUSED = ()
     HAS_TRITON = False
     # Enough to define kernels that are never launched.
     triton = SimpleNamespace(jit=lambda function: function)

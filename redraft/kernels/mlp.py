@@ -16,7 +16,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import TensorDescriptor, after_previous, dot, early_launch, rounded, tl, triton
+from redraft.kernels.launch import (
+    TensorDescriptor,
+    after_previous,
+    dot,
+    early_launch,
+    from_hopper_on,
+    rounded,
+    tl,
+    triton,
+)
+from redraft.kernels.tables import LaunchSettings, current_gpu, run, settings_for
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -48,19 +58,31 @@ def _gated_kernel(gate_up_ptr, out_ptr, I: tl.constexpr, BLOCK_I: tl.constexpr, 
     tl.store(out_ptr + row * I + cols, rounded(rounded(gelu_tanh(gate), dtype) * up, dtype), mask=keep)
 
 
-def gated_into(gate_up: torch.Tensor, out: torch.Tensor, *, block: int = 1024) -> None:
-    """out [R, I] = tanh-GELU(gate) * up of gate_up [R, 2I] = [gate | up], both contiguous, any float dtype.
+@dataclass(frozen=True)
+class GatedSettings(LaunchSettings):
+    """block: columns a program; 1,024 gives 4 warps one 16-byte load of each half a thread, and 3 programs a row of
+    2,112."""
 
-    block: columns a program; 1,024 gives 4 warps one 16-byte load of each half a thread, and 3 programs a row of 2,112.
-    """
+    block: int = 1024
+    num_warps: int = 4
+
+
+GATED = GatedSettings()
+
+
+def gated_into(gate_up: torch.Tensor, out: torch.Tensor, settings: GatedSettings | None = None) -> None:
+    """out [R, I] = tanh-GELU(gate) * up of gate_up [R, 2I] = [gate | up], both contiguous, any float dtype."""
     rows, intermediate = out.shape
-    grid = (rows, triton.cdiv(intermediate, block))
-    _gated_kernel[grid](gate_up, out, I=intermediate, BLOCK_I=block, num_warps=4, **early_launch())
+    run("mlp.gated", settings, GATED, lambda s: _gated_kernel[(rows, triton.cdiv(intermediate, s.block))](
+        gate_up, out, I=intermediate, BLOCK_I=s.block, num_warps=s.num_warps, **early_launch()
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ProductSettings:
+class ProductSettings(LaunchSettings):
     """A program makes rows x columns of the output and loads `depth` of the summed dimension at a time."""
+
+    tiles = ("rows", "columns", "depth")
 
     rows: int
     columns: int
@@ -68,9 +90,21 @@ class ProductSettings:
     num_warps: int
     num_stages: int
 
+    def shared(self) -> int:
+        return self.num_stages * 2 * self.depth * (self.rows + 2 * self.columns)  # of the gated product
+
 
 # A canvas of 256 rows makes 2 x 33 programs of gate and up, 2 x 44 of down.
 PRODUCT = ProductSettings(rows=128, columns=64, depth=64, num_warps=8, num_stages=4)
+
+
+def products_fit(device: torch.device) -> bool:
+    """Whether a GPU takes `gated_product_into` and `product_into` as they were measured, not shrunk to fit."""
+    gpu = current_gpu(device)
+    if gpu is None or TensorDescriptor is None or not from_hopper_on(device):
+        return False
+    kernels = ("mlp.gated_product", "mlp.product")
+    return all(settings_for(kernel, PRODUCT, gpu, fit=False).shared() <= gpu.shared for kernel in kernels)
 
 
 @triton.jit
@@ -106,26 +140,29 @@ def _product_kernel(
 
 
 def gated_product_into(
-    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, settings: ProductSettings = PRODUCT
+    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, settings: ProductSettings | None = None
 ) -> None:
     """out [R, I] = tanh-GELU(x @ gate^T) * (x @ up^T) for x [R, K] and gate_up [2I, K] = gate above up, all BF16.
 
     Both products are rounded to BF16 before the activation, as separate ones are. K a multiple of 8.
     """
-    _launch_product(_gated_product_kernel, x, gate_up, out, settings)
+    _launch_product("mlp.gated_product", _gated_product_kernel, x, gate_up, out, settings)
 
 
-def product_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings = PRODUCT) -> None:
+def product_into(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings | None = None
+) -> None:
     """out [R, N] = x @ weight^T for x [R, K] and weight [N, K], all BF16; K a multiple of 8."""
-    _launch_product(_product_kernel, x, weight, out, settings)
+    _launch_product("mlp.product", _product_kernel, x, weight, out, settings)
 
 
 def _launch_product(
-    kernel: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings
+    name: str, kernel: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, settings: ProductSettings | None
 ) -> None:
-    (rows, depth), columns, s = x.shape, out.shape[1], settings
-    kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
-        TensorDescriptor.from_tensor(x, [s.rows, s.depth]), TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
+    (rows, depth), columns = x.shape, out.shape[1]
+    run(name, settings, PRODUCT, lambda s: kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
+        TensorDescriptor.from_tensor(x, [s.rows, s.depth]),
+        TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
         out, rows, depth, columns, BLOCK_M=s.rows, BLOCK_N=s.columns, BLOCK_K=s.depth,
         num_warps=s.num_warps, num_stages=s.num_stages,
-    )  # fmt: skip
+    ))  # fmt: skip

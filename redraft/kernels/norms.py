@@ -9,10 +9,13 @@ at once, since no load moves up past the barriers of a sum.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from redraft.kernels.launch import after_previous, early_launch, let_next_start, rounded, tl, triton
+from redraft.kernels.tables import LaunchSettings, run
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -48,15 +51,9 @@ def embed_norms_reference(
 
 
 def residual_norms_reference(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    delta_weight: torch.Tensor,
-    dense_weight: torch.Tensor,
-    expert_weight: torch.Tensor,
-    router_weight: torch.Tensor,
-    eps: float,
-    group_size: int = 128,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, delta: torch.Tensor, delta_weight: torch.Tensor, dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor, router_weight: torch.Tensor, eps: float, group_size: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What `residual_norms` writes: x, dense_in, expert_in, router_in, group_sums."""
     x = x + rms_norm(delta, delta_weight, eps)
     expert_in = rms_norm(x, expert_weight, eps)
@@ -66,18 +63,10 @@ def residual_norms_reference(
 
 
 def combine_norms_reference(
-    x: torch.Tensor,
-    dense: torch.Tensor,
-    expert_rows: torch.Tensor,
-    slot_of: torch.Tensor,
-    routing: torch.Tensor,
-    dense_weight: torch.Tensor,
-    expert_weight: torch.Tensor,
-    weight: torch.Tensor,
-    scalar: torch.Tensor,
-    next_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, dense: torch.Tensor, expert_rows: torch.Tensor, slot_of: torch.Tensor, routing: torch.Tensor,
+    dense_weight: torch.Tensor, expert_weight: torch.Tensor, weight: torch.Tensor, scalar: torch.Tensor,
+    next_weight: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What `combine_norms` writes: x and next_in."""
     weighted = expert_rows[slot_of.long().view_as(routing)] * routing[..., None]
     routed = weighted.sum(dim=1).to(x.dtype)
@@ -86,10 +75,19 @@ def combine_norms_reference(
     return x, rms_norm(x, next_weight, eps)
 
 
-def row_launch(hidden: int) -> dict[str, int]:
-    """One program holds a whole row, 16 elements a thread: two 16-byte loads of BF16."""
-    block = triton.next_power_of_2(hidden)
-    return {"BLOCK_H": block, "num_warps": min(16, max(1, block // 512))}
+@dataclass(frozen=True)
+class RowSettings(LaunchSettings):
+    """A program holds a whole row, a thread at least `elements` of it: with 16, two 16-byte loads of BF16."""
+
+    elements: int = 16
+
+    def options(self, hidden: int) -> dict[str, int]:
+        """Launch options for rows of `hidden`."""
+        block = triton.next_power_of_2(hidden)
+        return {"BLOCK_H": block, "num_warps": min(16, max(1, block // (32 * self.elements)))}
+
+
+ROW = RowSettings()
 
 
 @triton.jit
@@ -131,17 +129,18 @@ def _rms_norm_kernel(
 
 
 def rms_norm_into(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None,
+    settings: RowSettings | None = None,
+) -> None:  # fmt: skip
     """out = rms_norm(x, weight, eps), or of x * scale, rounded. x [R, H] with contiguous rows, out [R, H] contiguous,
     another tensor or x.
 
     Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
-    _rms_norm_kernel[(rows * heads,)](
-        x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **row_launch(hidden), **early_launch()
-    )
+    run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows * heads,)](
+        x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **s.options(hidden), **early_launch()
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -175,7 +174,7 @@ def _embed_norms_kernel(
 def embed_norms(
     tokens: torch.Tensor, embed: torch.Tensor, scale: float, eps: float, next_weight: torch.Tensor, *, normed: bool,
     x: torch.Tensor, next_in: torch.Tensor, slots: torch.Tensor | None = None, signal: torch.Tensor | None = None,
-    step: torch.Tensor | None = None,
+    step: torch.Tensor | None = None, settings: RowSettings | None = None,
 ) -> None:  # fmt: skip
     """x = embed[tokens] * scale [+ signal], normed when `normed`; next_in = rms_norm(x) * next_weight.
 
@@ -186,32 +185,19 @@ def embed_norms(
     """
     rows, hidden = x.shape
     assert signal is None or (slots is not None and step is not None), "signals belong to slots, from their second pass"
-    _embed_norms_kernel[(rows,)](
-        tokens, embed, slots, signal, step, next_weight, x, next_in,
-        1 if slots is None else rows // slots.shape[0], scale, eps,
-        H=hidden, NORMED=normed, **row_launch(hidden), **early_launch(),
-    )  # fmt: skip
+    per_lane = 1 if slots is None else rows // slots.shape[0]
+    run("norms.embed", settings, ROW, lambda s: _embed_norms_kernel[(rows,)](
+        tokens, embed, slots, signal, step, next_weight, x, next_in, per_lane, scale, eps,
+        H=hidden, NORMED=normed, **s.options(hidden), **early_launch(),
+    ))  # fmt: skip
 
 
 @triton.jit
 def _residual_norms_kernel(
-    x_ptr,
-    delta_ptr,
-    delta_weight_ptr,
-    dense_weight_ptr,
-    expert_weight_ptr,
-    router_weight_ptr,
-    dense_in_ptr,
-    expert_in_ptr,
-    router_in_ptr,
-    group_sums_ptr,
-    router_scale,
-    eps,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, delta_ptr, delta_weight_ptr, dense_weight_ptr, expert_weight_ptr, router_weight_ptr,
+    dense_in_ptr, expert_in_ptr, router_in_ptr, group_sums_ptr, router_scale, eps,
+    H: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     keep = cols < H
@@ -240,20 +226,11 @@ def _residual_norms_kernel(
 
 
 def residual_norms(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    delta_weight: torch.Tensor,
-    dense_weight: torch.Tensor,
-    expert_weight: torch.Tensor,
-    router_weight: torch.Tensor,
-    eps: float,
-    *,
-    dense_in: torch.Tensor,
-    expert_in: torch.Tensor,
-    router_in: torch.Tensor,
-    group_sums: torch.Tensor,
-    group_size: int = 128,
-) -> None:
+    x: torch.Tensor, delta: torch.Tensor, delta_weight: torch.Tensor, dense_weight: torch.Tensor,
+    expert_weight: torch.Tensor, router_weight: torch.Tensor, eps: float, *, dense_in: torch.Tensor,
+    expert_in: torch.Tensor, router_in: torch.Tensor, group_sums: torch.Tensor, group_size: int = 128,
+    settings: RowSettings | None = None,
+) -> None:  # fmt: skip
     """x += rms_norm(delta) * delta_weight in place, then the three norms of it that the feed-forward reads.
 
     dense_in and expert_in = rms_norm(x) * their weight; router_in = rms_norm(x) * router_weight * H^-1/2, rounded after
@@ -262,45 +239,19 @@ def residual_norms(
     """
     rows, hidden = x.shape
     assert hidden % group_size == 0 and group_size & (group_size - 1) == 0, "groups must tile a row"
-    _residual_norms_kernel[(rows,)](
-        x,
-        delta,
-        delta_weight,
-        dense_weight,
-        expert_weight,
-        router_weight,
-        dense_in,
-        expert_in,
-        router_in,
-        group_sums,
-        hidden**-0.5,
-        eps,
-        H=hidden,
-        GROUP=group_size,
-        **row_launch(hidden),
-        **early_launch(),
-    )
+    run("norms.residual", settings, ROW, lambda s: _residual_norms_kernel[(rows,)](
+        x, delta, delta_weight, dense_weight, expert_weight, router_weight,
+        dense_in, expert_in, router_in, group_sums, hidden**-0.5, eps,
+        H=hidden, GROUP=group_size, **s.options(hidden), **early_launch(),
+    ))  # fmt: skip
 
 
 @triton.jit
 def _combine_norms_kernel(
-    x_ptr,
-    dense_ptr,
-    expert_rows_ptr,
-    slot_of_ptr,
-    routing_ptr,
-    dense_weight_ptr,
-    expert_weight_ptr,
-    weight_ptr,
-    scalar_ptr,
-    next_weight_ptr,
-    next_in_ptr,
-    eps,
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, dense_ptr, expert_rows_ptr, slot_of_ptr, routing_ptr,
+    dense_weight_ptr, expert_weight_ptr, weight_ptr, scalar_ptr, next_weight_ptr, next_in_ptr, eps,
+    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_H)
     keep = cols < H
@@ -329,20 +280,10 @@ def _combine_norms_kernel(
 
 
 def combine_norms(
-    x: torch.Tensor,
-    dense: torch.Tensor,
-    expert_rows: torch.Tensor,
-    slot_of: torch.Tensor,
-    routing: torch.Tensor,
-    dense_weight: torch.Tensor,
-    expert_weight: torch.Tensor,
-    weight: torch.Tensor,
-    scalar: torch.Tensor,
-    next_weight: torch.Tensor,
-    eps: float,
-    *,
-    next_in: torch.Tensor,
-) -> None:
+    x: torch.Tensor, dense: torch.Tensor, expert_rows: torch.Tensor, slot_of: torch.Tensor, routing: torch.Tensor,
+    dense_weight: torch.Tensor, expert_weight: torch.Tensor, weight: torch.Tensor, scalar: torch.Tensor,
+    next_weight: torch.Tensor, eps: float, *, next_in: torch.Tensor, settings: RowSettings | None = None,
+) -> None:  # fmt: skip
     """The end of a layer: both feed-forwards join the residual, and the next layer's input is normed.
 
     routed = sum over k, in order, of routing[r, k] * expert_rows[slot_of[r, k]];
@@ -351,21 +292,7 @@ def combine_norms(
     x, dense, next_in [R, H]; expert_rows [R * k, H]; slot_of int32 [R * k]; routing fp32 [R, k]; scalar one element.
     """
     rows, hidden = x.shape
-    _combine_norms_kernel[(rows,)](
-        x,
-        dense,
-        expert_rows,
-        slot_of,
-        routing,
-        dense_weight,
-        expert_weight,
-        weight,
-        scalar,
-        next_weight,
-        next_in,
-        eps,
-        H=hidden,
-        TOP_K=routing.shape[1],
-        **row_launch(hidden),
-        **early_launch(),
-    )
+    run("norms.combine", settings, ROW, lambda s: _combine_norms_kernel[(rows,)](
+        x, dense, expert_rows, slot_of, routing, dense_weight, expert_weight, weight, scalar, next_weight, next_in,
+        eps, H=hidden, TOP_K=routing.shape[1], **s.options(hidden), **early_launch(),
+    ))  # fmt: skip

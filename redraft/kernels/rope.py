@@ -6,11 +6,14 @@ Pair (x[i], x[i + D/2]) turns by position * theta^(-2i/D); with partial_rotary_f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from redraft.config import LayerConfig
 from redraft.kernels.launch import after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.tables import LaunchSettings, run
 
 
 def inverse_frequencies(layer: LayerConfig) -> torch.Tensor:
@@ -125,32 +128,46 @@ def _qkv_norm_rope_kernel(
         tl.store(values_ptr + arena + HALF, rounded(high * inverse, dtype), mask=mask)
 
 
+@dataclass(frozen=True)
+class RopeSettings(LaunchSettings):
+    """block_elements: elements of q (or of k) a program. With 2,048 one row of a sliding layer makes 3 programs, enough
+    of them for 132 SMs at 256 rows while the sines are computed once for 8 heads (4 warps, 16 elements a thread)."""
+
+    block_elements: int = 2048
+    num_warps: int = 4
+
+
+ROPE = RopeSettings()
+
+
 def qkv_norm_rope(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, inv_freq: torch.Tensor, length: torch.Tensor,
     slots: torch.Tensor, eps: float, *, q_out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_cap: int,
-    block_elements: int = 2048,
+    settings: RopeSettings | None = None,
 ) -> None:  # fmt: skip
     """Norm every head of q, k and v, turn q and k to positions length + i, write q out and K and V to the arena.
 
-    Lane b is slot slots[b], int32 [W]. qkv [W * N, (heads + 2 kv_heads) * D] with contiguous rows, or without the last
-    part: then V is the raw k, normed. q_weight, k_weight [D]; V's norm has no weight. inv_freq fp32 [D / 2], length
-    int32 [S]. q_out [W, heads, N, D] with contiguous rows; keys, values [S, kv_heads, rows_cap + at least N, D] alike,
-    contiguous from rows inwards; row i of a lane goes to row rows_cap + i of its slot. Angles are fp32, as the
-    reference's: the accurate sine, which also reduces 262,144.
-
-    block_elements: elements of q (or of k) a program. With 2,048 one row of a sliding layer makes 3 programs, enough
-    of them for 132 SMs at 256 rows while the sines are computed once for 8 heads (4 warps, 16 elements a thread).
+    Lane b is slot slots[b], int32 [W]. qkv [W * N, (heads + 2 kv_heads) * D] with contiguous rows, or, on full layers,
+    without the last part: then V is the raw k, normed. q_weight, k_weight [D]; V's norm has no weight. inv_freq fp32
+    [D / 2], length int32 [S]. q_out [W, heads, N, D] with contiguous rows; keys, values [S, kv_heads, rows_cap + at
+    least N, D] alike, contiguous from rows inwards; row i of a lane goes to row rows_cap + i of its slot. Angles are
+    fp32, as the reference's: the accurate sine, which also reduces 262,144.
     """
     lanes, heads, count, dim = q_out.shape
     kv_heads = keys.shape[1]
     assert keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1), "arena rows must be contiguous"
     assert qkv.stride(1) == 1 and q_out.stride(3) == 1, "rows of qkv and q_out must be contiguous"
-    block_heads = min(max(1, block_elements // dim), triton.next_power_of_2(heads))
-    q_programs = triton.cdiv(heads, block_heads)
-    _qkv_norm_rope_kernel[(lanes * count, q_programs + triton.cdiv(kv_heads, block_heads))](
-        qkv, q_weight, k_weight, inv_freq, length, slots, q_out, keys, values,
-        qkv.stride(0), *q_out.stride()[:3], *keys.stride()[:2], count, rows_cap, eps,
-        HEADS=heads, KV_HEADS=kv_heads, D=dim, HAS_V=qkv.shape[1] == (heads + 2 * kv_heads) * dim,
-        Q_PROGRAMS=q_programs, BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=4,
-        **early_launch(),
-    )  # fmt: skip
+    has_v = qkv.shape[1] == (heads + 2 * kv_heads) * dim
+
+    def launch(s: RopeSettings) -> None:
+        block_heads = min(max(1, s.block_elements // dim), triton.next_power_of_2(heads))
+        q_programs = triton.cdiv(heads, block_heads)
+        _qkv_norm_rope_kernel[(lanes * count, q_programs + triton.cdiv(kv_heads, block_heads))](
+            qkv, q_weight, k_weight, inv_freq, length, slots, q_out, keys, values,
+            qkv.stride(0), *q_out.stride()[:3], *keys.stride()[:2], count, rows_cap, eps,
+            HEADS=heads, KV_HEADS=kv_heads, D=dim, HAS_V=has_v, Q_PROGRAMS=q_programs, BLOCK_HEADS=block_heads,
+            BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=s.num_warps, **early_launch(),
+        )  # fmt: skip
+
+    kernel = "rope.sliding" if has_v else "rope.full"
+    run(kernel, settings, ROPE, launch)

@@ -5,8 +5,8 @@ It reads the raw residual, not the experts' normed input.
 
 The Triton launch starts from the normed, scaled input that `residual_norms` wrote. With one program a tile of rows, a
 canvas would keep 16 SMs busy, each reading all of W (720 KB), and leave the rest idle. Each tile's sum over H is
-therefore spread over programs of CHUNK columns; the last one to finish, told by a counter, adds the parts up, always in
-the order of their columns, so the result depends neither on who came last nor on the batch.
+therefore spread over programs of `chunk` columns; the last one to finish, told by a counter, adds the parts up, always
+in the order of their columns, so the result depends neither on who came last nor on the batch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,28 @@ import torch.nn.functional as F
 
 from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.tables import LaunchSettings, run, settings_for
 
-CHUNK = 512  # columns of H in one part: 6 parts of 2816, so 96 programs for 256 rows
 TILE_ROWS = 16
+
+
+@dataclass(frozen=True)
+class RouterSettings(LaunchSettings):
+    """chunk: columns of H in one part: 6 parts of 2816, so 96 programs for 256 rows. A program takes block_k of them at
+    a time: four steps, three of which are loading while one is multiplied."""
+
+    tiles = ("block_k",)
+
+    chunk: int = 512
+    block_k: int = 128
+    num_stages: int = 4
+    num_warps: int = 8
+
+    def shared(self) -> int:
+        return self.num_stages * 2 * self.block_k * (128 + TILE_ROWS)  # of 128 experts
+
+
+ROUTER = RouterSettings()
 
 
 def route(
@@ -51,35 +70,27 @@ class RouterScratch:
 
     parts: torch.Tensor  # fp32 [tiles, chunks, TILE_ROWS, experts]
     tickets: torch.Tensor  # int32 [tiles], zero between launches
+    settings: RouterSettings
 
 
-def router_scratch(rows: int, hidden: int, num_experts: int, device: torch.device) -> RouterScratch:
+def router_scratch(
+    rows: int, hidden: int, num_experts: int, device: torch.device, settings: RouterSettings | None = None
+) -> RouterScratch:
     """Scratch for batches of up to `rows` rows."""
-    tiles, chunks = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, CHUNK)
-    shape = (tiles, chunks, TILE_ROWS, _expert_block(num_experts))
-    return RouterScratch(
-        torch.empty(shape, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
-    )
+    settings = settings or settings_for("router", ROUTER)
+    tiles, chunks = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, settings.chunk)
+    parts = torch.empty(tiles, chunks, TILE_ROWS, _expert_block(num_experts), dtype=torch.float32, device=device)
+    return RouterScratch(parts, torch.zeros(tiles, dtype=torch.int32, device=device), settings)
 
 
 @triton.jit
 def _part(
-    x_ptr,
-    proj_ptr,
-    rows,
-    e,
-    chunk,
-    R,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    x_ptr, proj_ptr, rows, e, chunk, R, H: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """fp32 [BLOCK_E, BLOCK_M] product over columns chunk * CHUNK up to CHUNK more. Experts are the matrix rows."""
     acc = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
-    for start in tl.range(0, CHUNK, BLOCK_K, num_stages=4):
+    for start in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
         k = chunk * CHUNK + start + tl.arange(0, BLOCK_K)
         proj = tl.load(proj_ptr + e[:, None] * H + k[None, :], mask=(e[:, None] < E) & (k[None, :] < H), other=0.0)
         x = tl.load(x_ptr + rows[None, :] * H + k[:, None], mask=(rows[None, :] < R) & (k[:, None] < H), other=0.0)
@@ -89,19 +100,9 @@ def _part(
 
 @triton.jit
 def _choose(
-    logits,
-    scale_ptr,
-    weights_ptr,
-    experts_ptr,
-    rows,
-    e,
-    R,
-    dtype: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    logits, scale_ptr, weights_ptr, experts_ptr, rows, e, R, dtype: tl.constexpr, E: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Top-k of logits [BLOCK_M, BLOCK_E] and their softmax, whose sum over all experts renormalising cancels."""
     real = (e < E)[None, :]
     logits = tl.where(real, rounded(logits, dtype), -float("inf"))
@@ -130,25 +131,11 @@ def _choose(
 
 @triton.jit
 def _route_kernel(
-    x_ptr,
-    proj_ptr,
-    scale_ptr,
-    weights_ptr,
-    experts_ptr,
-    parts_ptr,
-    tickets_ptr,
-    R,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, proj_ptr, scale_ptr, weights_ptr, experts_ptr, parts_ptr, tickets_ptr, R,
+    H: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     after_previous(EARLY)
     pid_m = tl.program_id(0).to(tl.int64)
     pid_k = tl.program_id(1)
@@ -156,7 +143,7 @@ def _route_kernel(
     rows = pid_m * BLOCK_M + m
     e = tl.arange(0, BLOCK_E)
     parts = parts_ptr + pid_m * (CHUNKS * BLOCK_E * BLOCK_M)
-    part = _part(x_ptr, proj_ptr, rows, e, pid_k, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M)
+    part = _part(x_ptr, proj_ptr, rows, e, pid_k, R, H, E, CHUNK, BLOCK_K, BLOCK_E, BLOCK_M, STAGES)
     tl.store(parts + pid_k * (BLOCK_E * BLOCK_M) + m[None, :] * BLOCK_E + e[:, None], part)
     tl.debug_barrier()  # every warp has stored before the ticket, whose release covers them all
     if tl.atomic_add(tickets_ptr + pid_m, 1, sem="acq_rel") == CHUNKS - 1:
@@ -170,47 +157,24 @@ def _route_kernel(
 
 
 def route_into(
-    router_in: torch.Tensor,
-    proj: torch.Tensor,
-    per_expert_scale: torch.Tensor,
-    top_k: int,
-    *,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    scratch: RouterScratch,
-) -> None:
+    router_in: torch.Tensor, proj: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int, *, weights: torch.Tensor,
+    experts: torch.Tensor, scratch: RouterScratch,
+) -> None:  # fmt: skip
     """Route router_in [R, H], already normed and scaled, by proj [E, H]: weights fp32 [R, k], experts int32 [R, k].
 
     Logits are rounded to the model's dtype, as a matrix product in it does; ties go to the lower expert id.
     scratch comes from `router_scratch` for at least R rows.
     """
-    rows, hidden = router_in.shape
-    num_experts = proj.shape[0]
-    tiles, chunks = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, CHUNK)
-    block_e = _expert_block(num_experts)
+    (rows, hidden), num_experts, chunk = router_in.shape, proj.shape[0], scratch.settings.chunk
+    tiles, chunks, block_e = triton.cdiv(rows, TILE_ROWS), triton.cdiv(hidden, chunk), _expert_block(num_experts)
     assert scratch.parts.shape[1:] == (chunks, TILE_ROWS, block_e), "the scratch belongs to another shape"
     assert scratch.tickets.shape[0] >= tiles, "the scratch is for fewer rows"
-    _route_kernel[(tiles, chunks)](
-        router_in,
-        proj,
-        per_expert_scale,
-        weights,
-        experts,
-        scratch.parts,
-        scratch.tickets,
-        rows,
-        H=hidden,
-        E=num_experts,
-        TOP_K=top_k,
-        CHUNKS=chunks,
-        CHUNK=CHUNK,
-        BLOCK_K=128,  # a CHUNK is four steps, three of which are loading while one is multiplied
-        BLOCK_E=block_e,
-        BLOCK_M=TILE_ROWS,
-        BLOCK_TOP=triton.next_power_of_2(top_k),
-        num_warps=8,
+    run("router", scratch.settings, None, lambda s: _route_kernel[(tiles, chunks)](
+        router_in, proj, per_expert_scale, weights, experts, scratch.parts, scratch.tickets, rows,
+        H=hidden, E=num_experts, TOP_K=top_k, CHUNKS=chunks, CHUNK=chunk, BLOCK_K=s.block_k, BLOCK_E=block_e,
+        BLOCK_M=TILE_ROWS, BLOCK_TOP=triton.next_power_of_2(top_k), STAGES=s.num_stages, num_warps=s.num_warps,
         **early_launch(),
-    )
+    ))  # fmt: skip
 
 
 def _expert_block(num_experts: int) -> int:

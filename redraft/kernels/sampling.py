@@ -26,6 +26,7 @@ import torch
 from redraft.kernels.launch import INTERPRET, after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.philox import philox, philox_words
 from redraft.kernels.state import SlotState
+from redraft.kernels.tables import LaunchSettings, run
 
 # The last counter word is canvas * 2 + purpose, so that a pass's draws and its re-draws never share a number.
 DRAW, REDRAW = 0, 1
@@ -88,8 +89,10 @@ def random_tokens(seeds: torch.Tensor, length: int, vocab: int, canvas: int, ste
 
 
 @dataclass(frozen=True)
-class SampleSettings:
+class SampleSettings(LaunchSettings):
     """Launch settings: entries a tile, of which each thread takes 8 or a multiple; None leaves registers alone."""
+
+    tiles = ("block",)
 
     block: int
     num_warps: int
@@ -106,7 +109,7 @@ PROBABILITIES = SampleSettings(block=8192, num_warps=8)
 def sample(
     logits: torch.Tensor, state: SlotState, slots: torch.Tensor, softcap: float, *, draw: torch.Tensor,
     argmax: torch.Tensor, entropy: torch.Tensor, confidence: torch.Tensor, log_norm: torch.Tensor,
-    settings: SampleSettings = SAMPLE,
+    settings: SampleSettings | None = None,
 ) -> None:  # fmt: skip
     """Statistics of the pass under way from raw head outputs [R, V], R = W * C; BF16, rows contiguous.
 
@@ -114,17 +117,18 @@ def sample(
     and log_norm fp32, all [R]; log_norm is the log-sum-exp of the scaled logits in nats, which `probabilities` needs.
     Rows of slots that are done stay as they are.
     """
-    _sample_kernel[(logits.shape[0],)](
+    rows, vocab = logits.shape
+    run("sampling.statistics", settings, SAMPLE, lambda s: _sample_kernel[(rows,)](
         logits, draw, argmax, entropy, confidence, log_norm,
         state.seed, state.canvas_index, state.step, state.done, state.temperature, slots,
-        logits.shape[0] // slots.shape[0], softcap, VOCAB=logits.shape[1], BLOCK=settings.block,
-        num_warps=settings.num_warps, maxnreg=settings.max_registers, **early_launch(),
-    )  # fmt: skip
+        rows // slots.shape[0], softcap, VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps,
+        maxnreg=s.max_registers, **early_launch(),
+    ))  # fmt: skip
 
 
 def probabilities(
     logits: torch.Tensor, log_norm: torch.Tensor, state: SlotState, slots: torch.Tensor, softcap: float, *,
-    out: torch.Tensor, settings: SampleSettings = PROBABILITIES,
+    out: torch.Tensor, settings: SampleSettings | None = None,
 ) -> None:  # fmt: skip
     """softmax of the scaled logits [R, V] to out BF16, which may be `logits` itself; zeros for slots that are done.
 
@@ -132,11 +136,11 @@ def probabilities(
     does between passes: model.py keeps them in fp32, and a BF16 logit near 50 is off by up to 13 % in probability.
     """
     rows, vocab = logits.shape
-    _probabilities_kernel[(rows, triton.cdiv(vocab, settings.block))](
+    kernel = _probabilities_kernel
+    run("sampling.probabilities", settings, PROBABILITIES, lambda s: kernel[(rows, triton.cdiv(vocab, s.block))](
         logits, log_norm, out, state.done, state.temperature, slots, rows // slots.shape[0], softcap,
-        VOCAB=vocab, BLOCK=settings.block, num_warps=settings.num_warps, maxnreg=settings.max_registers,
-        **early_launch(),
-    )  # fmt: skip
+        VOCAB=vocab, BLOCK=s.block, num_warps=s.num_warps, maxnreg=s.max_registers, **early_launch(),
+    ))  # fmt: skip
 
 
 LOG2E = tl.constexpr(1.4426950408889634)

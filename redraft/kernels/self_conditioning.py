@@ -17,8 +17,9 @@ import torch
 
 from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
-from redraft.kernels.norms import rms_norm, rms_norm_into, row_launch, slot_rows
-from redraft.network.weights import SelfConditioningWeights
+from redraft.kernels.norms import ROW, RowSettings, rms_norm, rms_norm_into, slot_rows
+from redraft.kernels.tables import run
+from redraft.kernels.weights import SelfConditioningWeights
 
 
 def self_condition_reference(
@@ -79,12 +80,15 @@ def scatter_signal_reference(
     return signal.index_copy(0, slot_rows(slots, length)[running], rows[running])
 
 
-def scatter_signal(rows: torch.Tensor, done: torch.Tensor, slots: torch.Tensor, signal: torch.Tensor) -> None:
+def scatter_signal(
+    rows: torch.Tensor, done: torch.Tensor, slots: torch.Tensor, signal: torch.Tensor,
+    settings: RowSettings | None = None,
+) -> None:  # fmt: skip
     """Copy rows [W * C, H] of every lane to the rows of its slot in signal [S * C, H], unless the slot is done."""
     count, hidden = rows.shape
-    _scatter_kernel[(count,)](
-        rows, done, slots, signal, count // slots.shape[0], H=hidden, **row_launch(hidden), **early_launch()
-    )
+    run("self_conditioning.scatter", settings, ROW, lambda s: _scatter_kernel[(count,)](
+        rows, done, slots, signal, count // slots.shape[0], H=hidden, **s.options(hidden), **early_launch()
+    ))  # fmt: skip
 
 
 @triton.jit

@@ -16,9 +16,22 @@ from dataclasses import dataclass
 import torch
 
 from redraft.kernels.launch import after_previous, early_launch, tl, triton
+from redraft.kernels.tables import LaunchSettings, run
 
 MAX_BLOCKS = 32  # counts of all blocks fit one program's registers: 32 x 128 experts
 MIN_BLOCK = 2048  # the assignments of one canvas: then a single launch does
+
+
+@dataclass(frozen=True)
+class SlotSettings(LaunchSettings):
+    """block_tiles: entries of the tile list at a time; an expert has one or two tiles of a canvas, some 35 of 32
+    canvases. With 4 warps a thread has 16 of the assignments of one canvas."""
+
+    block_tiles: int = 64
+    num_warps: int = 4
+
+
+SLOTS = SlotSettings()
 
 
 @dataclass(frozen=True)
@@ -73,14 +86,7 @@ def assign_slots_reference(experts: torch.Tensor, num_experts: int, tile_rows: i
 
 
 @triton.jit
-def _count_kernel(
-    experts_ptr,
-    counts_ptr,
-    A,
-    BLOCK_A: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def _count_kernel(experts_ptr, counts_ptr, A, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr):
     after_previous(EARLY)
     pid_b = tl.program_id(0)
     n = pid_b * BLOCK_A + tl.arange(0, BLOCK_A)
@@ -100,25 +106,10 @@ def _tiles(tile_expert_ptr, tile_start_ptr, expert, first, last, start, TILE_ROW
 
 @triton.jit
 def _assign_kernel(
-    experts_ptr,
-    counts_ptr,
-    slot_of_ptr,
-    row_of_ptr,
-    offsets_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    A,
-    TILES,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    experts_ptr, counts_ptr, slot_of_ptr, row_of_ptr, offsets_ptr, tile_expert_ptr, tile_start_ptr, A, TILES,
+    E: tl.constexpr, TOP_K: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     after_previous(EARLY)
     expert = tl.program_id(0)
     pid_b = tl.program_id(1)
@@ -151,57 +142,32 @@ def _assign_kernel(
 
 
 def assign_slots(
-    experts: torch.Tensor,
-    num_experts: int,
-    tile_rows: int,
-    *,
-    slot_of: torch.Tensor,
-    row_of: torch.Tensor,
-    offsets: torch.Tensor,
-    tile_expert: torch.Tensor,
-    tile_start: torch.Tensor,
-    counts: torch.Tensor | None = None,
-) -> None:
+    experts: torch.Tensor, num_experts: int, tile_rows: int, *, slot_of: torch.Tensor, row_of: torch.Tensor,
+    offsets: torch.Tensor, tile_expert: torch.Tensor, tile_start: torch.Tensor, counts: torch.Tensor | None = None,
+    settings: SlotSettings | None = None,
+) -> None:  # fmt: skip
     """Fill the tensors of `Slots` for experts int32 [R, k], ids in 0..num_experts - 1.
 
     tile_expert and tile_start hold at least max_tiles(...) entries; counts comes from `counts_scratch`.
     """
     rows, top_k = experts.shape
-    blocks, block = _blocks(rows * top_k)
-    block_e = _expert_block(num_experts)
+    (blocks, block), block_e = _blocks(rows * top_k), _expert_block(num_experts)
     assert tile_expert.shape[0] >= max_tiles(rows, top_k, num_experts, tile_rows), "the tile list is too short"
-    if blocks > 1:
-        assert counts is not None, "more than one block needs the scratch of counts_scratch"
-        _count_kernel[(blocks,)](
-            experts,
-            counts,
-            experts.numel(),
-            BLOCK_A=block,
-            BLOCK_E=block_e,
-            num_warps=4,
+    assert blocks == 1 or counts is not None, "more than one block needs the scratch of counts_scratch"
+
+    def launch(s: SlotSettings) -> None:
+        if blocks > 1:
+            _count_kernel[(blocks,)](
+                experts, counts, rows * top_k, BLOCK_A=block, BLOCK_E=block_e, num_warps=s.num_warps, **early_launch()
+            )
+        _assign_kernel[(num_experts, blocks)](
+            experts, counts, slot_of, row_of, offsets, tile_expert, tile_start, rows * top_k, tile_expert.shape[0],
+            E=num_experts, TOP_K=top_k, TILE_ROWS=tile_rows, BLOCKS=blocks, BLOCK_A=block,
+            BLOCK_B=triton.next_power_of_2(blocks), BLOCK_E=block_e, BLOCK_T=s.block_tiles, num_warps=s.num_warps,
             **early_launch(),
-        )
-    _assign_kernel[(num_experts, blocks)](
-        experts,
-        counts,
-        slot_of,
-        row_of,
-        offsets,
-        tile_expert,
-        tile_start,
-        experts.numel(),
-        tile_expert.shape[0],
-        E=num_experts,
-        TOP_K=top_k,
-        TILE_ROWS=tile_rows,
-        BLOCKS=blocks,
-        BLOCK_A=block,
-        BLOCK_B=triton.next_power_of_2(blocks),
-        BLOCK_E=block_e,
-        BLOCK_T=64,  # an expert has one or two tiles of a canvas, some 35 of 32 canvases
-        num_warps=4,  # 16 assignments a thread
-        **early_launch(),
-    )
+        )  # fmt: skip
+
+    run("slots", settings, SLOTS, launch)
 
 
 def _blocks(assignments: int) -> tuple[int, int]:

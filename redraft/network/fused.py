@@ -25,12 +25,11 @@ from redraft.kernels.attention_canvas import CanvasScratch, attend_canvas, canva
 from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
-from redraft.kernels.launch import TensorDescriptor, from_hopper_on
-from redraft.kernels.mlp import gated_into, gated_product_into, product_into
+from redraft.kernels.mlp import gated_into, gated_product_into, product_into, products_fit
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
-from redraft.kernels.sampling import PROBABILITIES, SAMPLE, Statistics, probabilities, sample
+from redraft.kernels.sampling import Statistics, probabilities, sample
 from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition
 from redraft.kernels.slots import assign_slots, counts_scratch, empty_slots
 from redraft.kernels.state import SlotState
@@ -74,7 +73,7 @@ class FusedModel:
         shapes = (config.hidden_size, config.moe_intermediate_size)
         self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._shares = TensorDescriptor is not None and self.device.type == "cuda" and from_hopper_on(self.device)
+        self._shares = products_fit(self.device)
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -262,11 +261,11 @@ class HeadBuffers:
         self.qkv = torch.empty(lanes * count, parts * dim, dtype=torch.bfloat16, device=device)
         self.q = torch.empty(lanes, heads, count, dim, dtype=torch.bfloat16, device=device)
         self.out = torch.empty(lanes * count, heads * dim, dtype=torch.bfloat16, device=device)
-        gpu = current_gpu() or H200
-        default = attention_settings(lanes, heads, kv, count, dim, gpu.sms, gpu.shared)
-        self.settings = settings_for(f"attention.{layer.kind}", default, gpu, fit=False)
+        gpu, shape = current_gpu() or H200, (lanes, heads, kv, count, dim)
+        name = f"attention.{layer.kind}" if count > 1 else "attention.step"  # one row a lane has tiles of its own
+        self.settings = settings_for(name, attention_settings(*shape, gpu), gpu, fit=False)
         self.scratch = attention_scratch(lanes, heads, count, dim, self.settings, device)
-        self.canvas_settings = canvas_settings(lanes, heads, kv, count, dim, gpu.sms, gpu.shared)
+        self.canvas_settings = settings_for("attention_canvas", canvas_settings(*shape, gpu), gpu, fit=False)
         self.canvas: CanvasScratch | None = None
 
     def plan_canvases(self, rows_cap: int) -> None:
@@ -295,20 +294,11 @@ class DenoisePass:
         entropy, confidence = (torch.zeros(rows.lanes, rows.count, device=device) for _ in range(2))
         self.statistics = Statistics(draw, argmax, entropy, confidence)
         self.log_norm = torch.zeros(count, device=device)
-        self._settings = (
-            settings_for("sampling.statistics", SAMPLE),
-            settings_for("sampling.probabilities", PROBABILITIES),
-        )
 
     def run(
-        self,
-        model: FusedModel,
-        slots: torch.Tensor,
-        arena: SlotArena,
-        state: SlotState,
-        tokens: torch.Tensor,
+        self, model: FusedModel, slots: torch.Tensor, arena: SlotArena, state: SlotState, tokens: torch.Tensor,
         signal: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One pass of the slots in `slots` int32 [lanes], to their statistics and the next pass's signal."""
         model.embed(tokens, self.rows, slots, signal, state.step)
         model.run_layers(self.rows, arena, slots, causal=False)
@@ -323,13 +313,11 @@ class DenoisePass:
     def sample(self, model: FusedModel, slots: torch.Tensor, state: SlotState) -> None:
         """From the raw logits to statistics and, in their place, probabilities."""
         cap, stats = model.config.final_logit_softcap, self.statistics
-        sampling, scaling = self._settings
         sample(
             self.logits, state, slots, cap, draw=stats.draw.view(-1), argmax=stats.argmax.view(-1),
             entropy=stats.entropy.view(-1), confidence=stats.confidence.view(-1), log_norm=self.log_norm,
-            settings=sampling,
         )  # fmt: skip
-        probabilities(self.logits, self.log_norm, state, slots, cap, out=self.logits, settings=scaling)
+        probabilities(self.logits, self.log_norm, state, slots, cap, out=self.logits)
 
     def condition(self, model: FusedModel, slots: torch.Tensor, state: SlotState, signal: torch.Tensor) -> None:
         """From probabilities to the signal of the next pass."""

@@ -7,8 +7,6 @@ candidate is faster by more than the noise of a timing.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 from redraft.bench.kernels import KernelCase, Problem, Scale, check, copies, time_problems
 from redraft.bench.timing import environment
+from redraft.files import write_text
 
 NOISE = 0.03  # of a time: what two timings of one setting may differ by
 
@@ -86,14 +85,4 @@ def table(trials: list[Trial], gpu: str, device: torch.device) -> dict[str, Any]
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
     """Write a table whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-        partial = Path(file.name)
-        try:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(partial, 0o644)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    write_text(path, json.dumps(content, indent=1) + "\n")

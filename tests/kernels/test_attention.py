@@ -10,6 +10,7 @@ import torch
 from tolerance import DEVICE, in_slots, slot_table
 
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
+from redraft.kernels.tables import Gpu
 
 # fp32 tiles test the addressing. On a GPU their products are TF32, 2^-11 of values of order one.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 5e-3, "atol": 5e-3}
@@ -145,7 +146,7 @@ def test_settings_fill_an_h200_once(batch):
 
 def test_settings_fit_a_smaller_gpu():
     for dim, kv_heads in ((256, 8), (512, 2)):
-        s = attention_settings(1, 16, kv_heads, 256, dim, sms=82, shared=101_376)
+        s = attention_settings(1, 16, kv_heads, 256, dim, Gpu("small", 82, 101_376))
         assert 2 * (s.block_m * dim + s.num_stages * s.block_n * (dim + s.block_d)) <= 101_376
 
 

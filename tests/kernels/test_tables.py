@@ -10,20 +10,24 @@ import pytest
 import torch
 
 from redraft.errors import RedraftError
-from redraft.kernels import tables
-from redraft.kernels.attention import attention_settings
+from redraft.kernels import experts, kv_write, launch, mlp, norms, rope, router, sampling, slots, tables
+from redraft.kernels.attention import attention_bytes, attention_settings
+from redraft.kernels.attention_canvas import canvas_settings
 from redraft.kernels.sampling import SAMPLE
-from redraft.kernels.tables import H200, Gpu, current_gpu, load_table, settings_for, table_path
+from redraft.kernels.tables import H200, Gpu, current_gpu, fitted, load_table, run, settings_for, smaller, table_path
 from redraft.network import fused
 from redraft.store.random import PRESETS
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(tables.LaunchSettings):
     block: int = 128
     num_stages: int = 4
     programs: int = 264
     max_registers: int | None = None
+
+    def shared(self) -> int:
+        return self.num_stages * H200.shared // 4
 
 
 @pytest.fixture
@@ -100,12 +104,87 @@ def test_passes_ask_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     entries = {"attention.sliding": {"block_n": 32}, "sampling.statistics": {"num_warps": 4}}
     write("NVIDIA H200", entries)
     for module in (tables, fused):
-        monkeypatch.setattr(module, "current_gpu", lambda: H200)
+        monkeypatch.setattr(module, "current_gpu", lambda device=None: H200)
     config, meta = PRESETS["26b-a4b"], torch.device("meta")
     heads = {layer.kind: fused.HeadBuffers(config, layer, 1, 256, meta) for layer in config.layers}
     assert heads["sliding"].settings == replace(attention_settings(1, 16, 8, 256, 256), block_n=32)
     assert heads["full"].settings == attention_settings(1, 16, 2, 256, 512)
     assert settings_for("sampling.statistics", SAMPLE) == replace(SAMPLE, num_warps=4)
+
+
+SMALL = Gpu("small", 82, 101_376)  # a consumer card
+DEFAULTS = (
+    norms.ROW, rope.ROPE, kv_write.COMMIT, sampling.SAMPLE, sampling.PROBABILITIES, mlp.GATED, mlp.PRODUCT,
+    router.ROUTER, slots.SLOTS, experts.EXPERTS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=lambda default: type(default).__name__)
+def test_defaults_shrink_to_the_shared_memory_of_a_small_gpu(default: tables.LaunchSettings) -> None:
+    assert fitted(default, H200) == default
+    assert fitted(default, SMALL).shared() <= SMALL.shared
+
+
+@pytest.mark.parametrize("rows", [1, 256, 1024])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 256), (2, 512)])
+def test_attention_is_planned_for_a_small_gpu(kv_heads: int, dim: int, rows: int) -> None:
+    s = attention_settings(1, 16, kv_heads, rows, dim, SMALL)
+    assert attention_bytes(s.block_m, s.block_n, s.num_stages, dim, s.block_d) <= SMALL.shared
+    assert canvas_settings(1, 16, kv_heads, rows, dim, SMALL).shared() <= SMALL.shared
+
+
+@pytest.mark.parametrize(("gpu", "fit"), [(H200, True), (SMALL, False)])
+def test_products_beside_the_router_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, fit: bool) -> None:
+    monkeypatch.setattr(mlp, "current_gpu", lambda device=None: gpu)
+    monkeypatch.setattr(mlp, "from_hopper_on", lambda device: True)
+    monkeypatch.setattr(mlp, "TensorDescriptor", object())
+    assert mlp.products_fit(torch.device("cuda")) == fit
+
+
+def test_settings_shrink_by_stages_and_then_by_tiles() -> None:
+    chain = [mlp.ProductSettings(rows=64, columns=32, depth=16, num_warps=8, num_stages=4)]
+    while (less := smaller(chain[-1])) is not None:
+        chain.append(less)
+    shrunk = [(s.num_stages, s.rows, s.columns) for s in chain]
+    assert shrunk == [(4, 64, 32), (2, 64, 32), (1, 64, 32), (1, 32, 32), (1, 16, 32), (1, 16, 16)]
+
+
+def test_a_refused_launch_shrinks_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):
+        pass
+
+    monkeypatch.setattr(tables, "REFUSED", (OutOfResources,))
+    monkeypatch.setattr(tables, "_ACCEPTED", {})
+    tried: list[int] = []
+
+    def launch(settings: Settings) -> None:
+        tried.append(settings.num_stages)
+        if settings.num_stages > 1:
+            raise OutOfResources
+
+    for _ in range(2):
+        run("head", None, Settings(), launch)
+        run("head", Settings(num_stages=2), None, launch)
+    assert tried == [4, 2, 1, 2, 1, 1, 1]
+    run("other", Settings(num_stages=1), None, launch)
+
+    def never(settings: Settings) -> None:
+        raise OutOfResources(f"{settings.num_stages} stages")
+
+    with pytest.raises(OutOfResources, match="1 stages"):
+        run("head", None, Settings(), never)
+
+    def broken(settings: Settings) -> None:
+        tried.append(settings.num_stages)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        run("another", None, Settings(), broken)
+    assert tried[-2:] == [1, 4], "other errors are not for smaller settings"
+
+
+def test_what_triton_raises_for_a_tile_too_large_is_a_refusal() -> None:
+    assert {error.__name__ for error in launch.REFUSED} == {"OutOfResources", "PTXASError", "CompilationError"}
 
 
 def test_installed_tables_are_sound() -> None:

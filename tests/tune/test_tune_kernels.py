@@ -65,7 +65,7 @@ def test_the_table_is_what_settings_for_reads(tmp_path: Path, monkeypatch: pytes
     from redraft.kernels import tables
 
     @dataclasses.dataclass(frozen=True)
-    class Settings:
+    class Settings(tables.LaunchSettings):
         block: int = 128
 
     monkeypatch.setattr(tables, "FOLDER", tmp_path)

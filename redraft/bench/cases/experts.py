@@ -6,16 +6,17 @@ products, slots given.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian, routing
+from redraft.bench.cases.inputs import choices, gaussian, routing
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows
+from redraft.kernels.experts import EXPERTS, ExpertBuffers, expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import repack
 from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import assign_slots_reference
@@ -33,6 +34,8 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], 
     _, chosen = routing(scale, generator)
     products = expert_products(h, inner, spec, scale.device) if hopper else None
     buffers = expert_buffers(rows, top_k, config.num_experts, h, inner, spec, scale.device, products)
+    if isinstance(buffers, ExpertBuffers):
+        buffers.settings = dataclasses.replace(EXPERTS, **changes)
     slots = assign_slots_reference(chosen.long(), config.num_experts, buffers.tile_rows)
 
     def reference() -> dict[str, torch.Tensor]:
@@ -69,4 +72,5 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any], 
 
 
 # On Hopper the first is the CUDA C++ form.
-CASES = [KernelCase("experts.w4", build), KernelCase("experts.w4.triton", partial(build, hopper=False))]
+STAGES = choices(gate_up_stages=(2, 3, 4, 5), down_stages=(3, 4, 6))
+CASES = [KernelCase("experts.w4", build), KernelCase("experts.w4.triton", partial(build, hopper=False), STAGES)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 
 from redraft.bench.kernels import KernelCase, Scale
@@ -53,3 +56,11 @@ def first_pass(scale: Scale) -> SlotState:
     slots.canvas_index.zero_()
     slots.done.zero_()
     return slots
+
+
+def choices(**values: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    """Candidates: every combination of values of some fields."""
+    return tuple(dict(zip(values, row, strict=True)) for row in itertools.product(*values.values()))
+
+
+ROWS = choices(elements=(8, 32))  # of norms.RowSettings

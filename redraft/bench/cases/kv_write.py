@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian, lanes
+from redraft.bench.cases.inputs import choices, gaussian, lanes
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
-from redraft.kernels.kv_write import commit_rows, commit_rows_reference
+from redraft.kernels.kv_write import COMMIT, commit_rows, commit_rows_reference
 
 
 def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
@@ -25,6 +26,8 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     slots = lanes(scale)
     length, count = (torch.full((batch,), c, dtype=torch.int32, device=scale.device) for c in (scale.prefix, n))
 
+    settings = dataclasses.replace(COMMIT, **changes)
+
     def reference() -> dict[str, torch.Tensor]:
         expected = {name: t.clone() for name, t in zip(("keys", "values"), start, strict=True)}
         commit_rows_reference(**expected, length=length, slots=slots, count=count, rows_cap=cap, ring=ring)
@@ -36,7 +39,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
 
     moved = 2 * batch * layer.num_kv_heads * n * layer.head_dim * keys.itemsize
     return Problem(
-        run=lambda: commit_rows(keys, values, length, slots, count, cap, ring=ring),
+        run=lambda: commit_rows(keys, values, length, slots, count, cap, ring=ring, settings=settings),
         outputs={"keys": keys, "values": values},
         reference=reference,
         work=Work(2 * moved, 0),
@@ -46,4 +49,5 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     )
 
 
-CASES = [KernelCase(f"kv_write.{kind}", partial(build, kind)) for kind in ("sliding", "full")]
+BLOCKS = choices(block_elements=(2048, 4096, 8192), num_warps=(4, 8))
+CASES = [KernelCase(f"kv_write.{kind}", partial(build, kind), BLOCKS) for kind in ("sliding", "full")]

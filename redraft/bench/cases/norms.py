@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import BF16_TOLERANCE, first_pass, gaussian, lanes, routing, weight
+from redraft.bench.cases.inputs import BF16_TOLERANCE, ROWS, first_pass, gaussian, lanes, routing, weight
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels import norms
 from redraft.kernels.slots import assign_slots_reference
+
+
+def _settings(changes: Mapping[str, Any]) -> norms.RowSettings:
+    return dataclasses.replace(norms.ROW, **changes)
 
 
 def rms_norm(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
@@ -19,7 +24,7 @@ def rms_norm(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any
     x, w = gaussian(scale, generator, scale.rows, h), weight(scale, generator, h)
     out = torch.empty_like(x)
     return Problem(
-        run=lambda: norms.rms_norm_into(x, w, eps, out),
+        run=lambda: norms.rms_norm_into(x, w, eps, out, settings=_settings(changes)),
         outputs={"out": out},
         reference=lambda: {"out": norms.rms_norm(x.float(), w.float(), eps)},
         work=Work(2 * x.nbytes + w.nbytes, 4 * x.numel()),
@@ -47,7 +52,18 @@ def embed(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
 
     return Problem(
         run=lambda: norms.embed_norms(
-            tokens, table, factor, eps, w, normed=True, x=x, next_in=next_in, slots=slots, signal=signal, step=step
+            tokens,
+            table,
+            factor,
+            eps,
+            w,
+            normed=True,
+            x=x,
+            next_in=next_in,
+            slots=slots,
+            signal=signal,
+            step=step,
+            settings=_settings(changes),
         ),
         outputs={"x": x, "next_in": next_in},
         reference=reference,
@@ -74,7 +90,9 @@ def residual(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any
         return norms.residual_norms_reference(a, b, c, d, e, f, eps, group)
 
     return Problem(
-        run=lambda: norms.residual_norms(x, delta, after, dense, expert, router, eps, **out, group_size=group),
+        run=lambda: norms.residual_norms(
+            x, delta, after, dense, expert, router, eps, **out, group_size=group, settings=_settings(changes)
+        ),
         outputs={"x": x, **out},
         reference=reference,
         work=Work(6 * x.nbytes + out["group_sums"].nbytes, 20 * x.numel()),
@@ -104,7 +122,19 @@ def combine(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]
 
     return Problem(
         run=lambda: norms.combine_norms(
-            x, dense, expert_rows, slot_of, share, of_dense, of_routed, of_both, scalar, of_next, eps, next_in=next_in
+            x,
+            dense,
+            expert_rows,
+            slot_of,
+            share,
+            of_dense,
+            of_routed,
+            of_both,
+            scalar,
+            of_next,
+            eps,
+            next_in=next_in,
+            settings=_settings(changes),
         ),
         outputs={"x": x, "next_in": next_in},
         reference=lambda: dict(zip(("x", "next_in"), plain(torch.float32), strict=True)),
@@ -118,8 +148,8 @@ def combine(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]
 
 
 CASES = [
-    KernelCase("norms.rms_norm", rms_norm),
-    KernelCase("norms.embed", embed),
-    KernelCase("norms.residual", residual),
-    KernelCase("norms.combine", combine),
+    KernelCase("norms.rms_norm", rms_norm, ROWS),
+    KernelCase("norms.embed", embed, ROWS),
+    KernelCase("norms.residual", residual, ROWS),
+    KernelCase("norms.combine", combine, ROWS),
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import gaussian, lanes, lengths, weight
+from redraft.bench.cases.inputs import choices, gaussian, lanes, lengths, weight
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
-from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope, qkv_norm_rope_reference
+from redraft.kernels.rope import ROPE, inverse_frequencies, qkv_norm_rope, qkv_norm_rope_reference
 
 
 def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
@@ -24,6 +25,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     qkv = gaussian(scale, generator, scale.rows, parts * dim)
     q_weight, k_weight = (weight(scale, generator, dim) for _ in range(2))
     freq, length, slots = inverse_frequencies(layer).to(scale.device), lengths(scale), lanes(scale)
+    settings = dataclasses.replace(ROPE, **changes)
     q = torch.empty(batch, heads, n, dim, device=scale.device, dtype=scale.dtype)
     keys, values = (torch.zeros(batch, kv, cap + n, dim, device=scale.device, dtype=scale.dtype) for _ in range(2))
 
@@ -36,7 +38,7 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     return Problem(
         run=lambda: qkv_norm_rope(
             qkv, q_weight, k_weight, freq, length, slots, config.rms_norm_eps,
-            q_out=q, keys=keys, values=values, rows_cap=cap,
+            q_out=q, keys=keys, values=values, rows_cap=cap, settings=settings,
         ),
         outputs={"q": q, "k": keys[:, :, cap:], "v": values[:, :, cap:]},
         reference=reference,
@@ -47,4 +49,5 @@ def build(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Ma
     )  # fmt: skip
 
 
-CASES = [KernelCase(f"rope.{kind}", partial(build, kind)) for kind in ("sliding", "full")]
+BLOCKS = choices(block_elements=(1024, 2048, 4096), num_warps=(2, 4, 8))
+CASES = [KernelCase(f"rope.{kind}", partial(build, kind), BLOCKS) for kind in ("sliding", "full")]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from redraft.bench.cases.inputs import gaussian
+from redraft.bench.cases.inputs import choices, gaussian
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.router import choose_reference, route_into, router_scratch
+from redraft.kernels.router import ROUTER, choose_reference, route_into, router_scratch
 
 
 def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
@@ -24,7 +25,7 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
     per_expert = 1 + 0.1 * gaussian(scale, generator, experts)
     weights = torch.empty(rows, top_k, device=scale.device)
     chosen = torch.empty(rows, top_k, device=scale.device, dtype=torch.int32)
-    scratch = router_scratch(rows, h, experts, scale.device)
+    scratch = router_scratch(rows, h, experts, scale.device, dataclasses.replace(ROUTER, **changes))
 
     def reference() -> dict[str, torch.Tensor]:
         logits = F.linear(x.float(), proj.float()).to(scale.dtype)
@@ -47,4 +48,4 @@ def build(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) 
     )
 
 
-CASES = [KernelCase("router", build)]
+CASES = [KernelCase("router", build, choices(chunk=(256, 512, 1024), num_stages=(2, 4), num_warps=(4, 8)))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import SETTINGS, first_pass, gaussian, lanes
+from redraft.bench.cases.inputs import SETTINGS, choices, first_pass, gaussian, lanes
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
@@ -84,7 +84,7 @@ def soft(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -
     )
 
 
-_BLOCKS = tuple({"block": block, "num_warps": warps} for block, warps in ((2048, 8), (4096, 8), (8192, 8), (8192, 16)))
+_BLOCKS = (*choices(block=(2048, 4096, 8192), num_warps=(8,)), {"block": 8192, "num_warps": 16})
 CASES = [
     KernelCase("sampling.statistics", statistics, _BLOCKS),
     KernelCase("sampling.probabilities", soft, _BLOCKS),

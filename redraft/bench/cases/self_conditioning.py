@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from redraft.bench.cases.inputs import BF16_TOLERANCE, first_pass, gaussian, lanes, weight
+from redraft.bench.cases.inputs import BF16_TOLERANCE, ROWS, first_pass, gaussian, lanes, weight
 from redraft.bench.kernels import KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
-from redraft.kernels.norms import rms_norm
+from redraft.kernels.norms import ROW, rms_norm
 from redraft.kernels.self_conditioning import scatter_signal, scatter_signal_reference, soft_norm
 
 
@@ -34,8 +35,9 @@ def norm(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -
 def scatter(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
     rows, slots = gaussian(scale, generator, scale.rows, scale.config.hidden_size), lanes(scale)
     done, signal = first_pass(scale).done, torch.zeros_like(rows)
+    settings = dataclasses.replace(ROW, **changes)
     return Problem(
-        run=lambda: scatter_signal(rows, done, slots, signal),
+        run=lambda: scatter_signal(rows, done, slots, signal, settings),
         outputs={"signal": signal},
         reference=lambda: {"signal": scatter_signal_reference(rows, done, slots, signal)},
         work=Work(2 * rows.nbytes, 0),
@@ -43,4 +45,4 @@ def scatter(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]
     )
 
 
-CASES = [KernelCase("self_conditioning.norm", norm), KernelCase("self_conditioning.scatter", scatter)]
+CASES = [KernelCase("self_conditioning.norm", norm), KernelCase("self_conditioning.scatter", scatter, ROWS)]

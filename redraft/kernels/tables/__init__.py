@@ -1,11 +1,15 @@
-"""Launch settings per GPU: what `redraft tune kernels` measured, or a rule for a GPU that nobody has measured.
+"""Launch settings: what `redraft tune kernels` measured per GPU, or a rule for a GPU that nobody has measured.
 
 A table is `<gpu name>.json` in this folder: {"gpu", "versions", "settings": {kernel: {field: value}}}. A kernel names
-only the fields in which it differs from its default. Without a table the defaults, chosen on an H200, are fitted:
+only the fields in which it differs from its default. A default without an entry, chosen on an H200, is fitted:
 
-* `stages` or `num_stages` shrink with the shared memory of a multiprocessor, since every stage holds a tile there;
+* settings that need more shared memory than the GPU gives a program shrink: stages are halved, since every stage holds
+  a tile there, then tiles;
 * `programs`, of kernels that stay on a multiprocessor, grows and shrinks with the number of multiprocessors;
 * everything else stays: tiles and warps follow the shapes and the instruction set, which cards of a kind share.
+
+A launch that is refused all the same, for shared memory, registers or a tile that the compiler rejects, shrinks in the
+same way, and the process remembers what was accepted (`run`).
 """
 
 from __future__ import annotations
@@ -13,19 +17,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from redraft.errors import RedraftError
-
-Settings = TypeVar("Settings")
+from redraft.kernels.launch import REFUSED
 
 FOLDER = Path(__file__).parent
-STAGE_FIELDS, PROGRAM_FIELDS = ("stages", "num_stages"), ("programs",)
+SMALLEST_TILE = 16  # a side; the least that the matrix units take
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Base of a kernel's settings, whole numbers or None. Fields with "stages" in their name count stages.
+
+    tiles: fields that may be halved without another scratch or layout of the weights.
+    """
+
+    tiles: ClassVar[tuple[str, ...]] = ()
+
+    def shared(self) -> int:
+        """Bytes of shared memory that a program needs, at the largest shapes; 0: hardly any."""
+        return 0
+
+
+Settings = TypeVar("Settings", bound=LaunchSettings)
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,12 @@ def current_gpu(device: torch.device | None = None) -> Gpu | None:
     """The GPU in use, None without one."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
-    properties = torch.cuda.get_device_properties(device or torch.cuda.current_device())
+    return _gpu(device if device is not None and device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache
+def _gpu(device: torch.device | int) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", H200.shared)
     return Gpu(properties.name, properties.multi_processor_count, shared)
 
@@ -52,39 +78,80 @@ def current_gpu(device: torch.device | None = None) -> Gpu | None:
 def settings_for(kernel: str, default: Settings, gpu: Gpu | None = None, *, fit: bool = True) -> Settings:
     """The settings of a kernel, a frozen dataclass like `default`, for `gpu` (None: the one in use).
 
-    fit False: `default` was made for this GPU already, so that without a table it stays.
+    fit False: `default` was made for this GPU already, so that without an entry it stays.
     Raises RedraftError naming the table when it holds a field that `default` does not have or a value of another type.
     """
     gpu = gpu or current_gpu()
     if gpu is None:
         return default
-    table = load_table(gpu.name)
-    if table is None:
+    changes = (load_table(gpu.name) or {}).get(kernel)
+    if changes is None:
         return fitted(default, gpu) if fit else default
-    return replaced(default, table.get(kernel, {}), f"{table_path(gpu.name)}: {kernel}")
+    return replaced(default, changes, f"{table_path(gpu.name)}: {kernel}")
 
 
+@lru_cache
 def fitted(default: Settings, gpu: Gpu) -> Settings:
     """`default` by the rule above."""
-    changes = {}
-    for field, value in dataclasses.asdict(default).items():  # type: ignore[call-overload]
-        if field in STAGE_FIELDS:
-            changes[field] = max(1, min(value, value * gpu.shared // H200.shared))
-        elif field in PROGRAM_FIELDS:
-            changes[field] = max(1, value * gpu.sms // H200.sms)
-    return dataclasses.replace(default, **changes)  # type: ignore[type-var]
+    if hasattr(default, "programs"):
+        default = dataclasses.replace(default, programs=max(1, default.programs * gpu.sms // H200.sms))  # type: ignore
+    less: Settings | None = default
+    while less is not None and less.shared() > gpu.shared:
+        default, less = less, smaller(less)
+    return less or default
+
+
+def smaller(settings: Settings) -> Settings | None:
+    """The next smaller: all stages halved, once they are one the largest tile; None when nothing is left to halve."""
+    values = dataclasses.asdict(settings)
+    changes = {field: value // 2 for field, value in values.items() if "stages" in field and value > 1}
+    if not changes:
+        tiles = {field: values[field] for field in settings.tiles if values[field] > SMALLEST_TILE}
+        if not tiles:
+            return None
+        largest = max(tiles, key=lambda field: tiles[field])
+        changes = {largest: tiles[largest] // 2}
+    return dataclasses.replace(settings, **changes)
+
+
+_ACCEPTED: dict[tuple[str, LaunchSettings], Any] = {}  # in the place of settings that were refused
+
+
+def run(kernel: str, settings: Settings | None, default: Settings | None, launch: Callable[[Settings], object]) -> None:
+    """launch(settings), or launch with smaller ones when they are refused, from then on always with those.
+
+    settings None: those of the GPU in use for `default`. A refused launch has not begun, but one ahead of it in
+    `launch` may have run. Raises what the smallest settings raise.
+    """
+    if settings is None:
+        assert default is not None, "settings or a default"
+        settings = settings_for(kernel, default)
+    tried = _ACCEPTED.get((kernel, settings), settings)
+    while True:
+        try:
+            launch(tried)
+            break
+        except REFUSED:
+            less = smaller(tried)
+            if less is None:
+                raise
+            tried = less
+    if tried is not settings:
+        _ACCEPTED[kernel, settings] = tried
 
 
 def replaced(default: Settings, changes: dict[str, Any], where: str) -> Settings:
     """`default` with `changes`, each checked against the field it replaces."""
-    known = dataclasses.asdict(default)  # type: ignore[call-overload]
+    if not changes:
+        return default
+    known = dataclasses.asdict(default)
     for field, value in changes.items():
         if field not in known:
             raise RedraftError(f"{where}: unknown field {field!r}, expected one of {', '.join(known)}; tune again")
         kinds = (int,) if known[field] is not None else (int, type(None))
         if type(value) not in kinds or (value is not None and value < 1):
             raise RedraftError(f"{where}: {field} is {value!r}, expected a whole number of at least 1; tune again")
-    return dataclasses.replace(default, **changes)  # type: ignore[type-var]
+    return dataclasses.replace(default, **changes)
 
 
 def table_path(gpu: str) -> Path:
