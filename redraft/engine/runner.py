@@ -77,7 +77,7 @@ class Runner(Protocol):
 
 
 def admit_prompts(runner: Runner, prompts: Sequence[list[int]], rule: Rule, settings: DecodeSettings) -> None:
-    """Give each of the first slots a prompt, read whole, and its number as a seed: for benchmarks, which have no loop."""
+    """Give each of the first slots a prompt, read whole, and its number as seed, for a benchmark."""
     for slot, prompt in enumerate(prompts):
         runner.admit(slot, slot, rule, settings, slot, keep=False, positions=len(prompt))
         read_whole(runner, slot, prompt)
