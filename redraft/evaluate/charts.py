@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from redraft.bench.roofline import save_figure
-from redraft.evaluate.ab_run import AbRecord
+from redraft.evaluate.report import overall
+from redraft.evaluate.run import Record
 
 
-def draw_charts(folder: Path, report: dict[str, Any], records: Sequence[AbRecord]) -> list[str]:
+def draw_charts(folder: Path, report: dict[str, Any], records: Sequence[Record]) -> list[str]:
     """Draw every chart into `folder`; returns the file names."""
     import matplotlib
 
@@ -33,7 +34,7 @@ def draw_charts(folder: Path, report: dict[str, Any], records: Sequence[AbRecord
     return list(charts)
 
 
-def _accuracy(axes: Any, report: dict[str, Any], records: Sequence[AbRecord], arms: list[str]) -> None:
+def _accuracy(axes: Any, report: dict[str, Any], records: Sequence[Record], arms: list[str]) -> None:
     """Bars by task with Wilson's intervals."""
     scopes = list(report["results"][arms[0]])
     width = 0.8 / len(arms)
@@ -50,13 +51,13 @@ def _accuracy(axes: Any, report: dict[str, Any], records: Sequence[AbRecord], ar
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _speed(axes: Any, report: dict[str, Any], records: Sequence[AbRecord], arms: list[str]) -> None:
+def _speed(axes: Any, report: dict[str, Any], records: Sequence[Record], arms: list[str]) -> None:
     """Every answer's rate, their mean and the aggregate."""
     for place, arm in enumerate(arms):
         rates = [r.tokens / r.seconds for r in records if r.arm == arm]
         spread = [place + 0.3 * ((i * 0.618) % 1 - 0.5) for i in range(len(rates))]
         axes.plot(spread, rates, ".", alpha=0.3, color=f"C{place}")
-        figures = next(reversed(report["results"][arm].values()))
+        figures = overall(report["results"][arm])
         for key, style, label in (
             ("tokens_per_second", "-", "aggregate"),
             ("request_tokens_per_second", ":", "mean per request"),
@@ -69,7 +70,7 @@ def _speed(axes: Any, report: dict[str, Any], records: Sequence[AbRecord], arms:
     axes.legend()
 
 
-def _answer_time(axes: Any, report: dict[str, Any], records: Sequence[AbRecord], arms: list[str]) -> None:
+def _answer_time(axes: Any, report: dict[str, Any], records: Sequence[Record], arms: list[str]) -> None:
     """Share of answers that were there after so many seconds."""
     for arm in arms:
         seconds = sorted(r.seconds for r in records if r.arm == arm)
@@ -78,7 +79,7 @@ def _answer_time(axes: Any, report: dict[str, Any], records: Sequence[AbRecord],
     axes.legend(loc="lower right")
 
 
-def _steps_and_lengths(both: Any, report: dict[str, Any], records: Sequence[AbRecord], arms: list[str]) -> None:
+def _steps_and_lengths(both: Any, report: dict[str, Any], records: Sequence[Record], arms: list[str]) -> None:
     """Boxes from the 10th to the 90th percentile's whiskers, outliers as points."""
     steps = [[s for r in records if r.arm == arm for s in r.steps_per_canvas] for arm in arms]
     lengths = [[r.tokens for r in records if r.arm == arm] for arm in arms]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,10 @@ class TransformersEngine:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: DecodeSettings):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+
+    def generate_batch(self, prompts: Sequence[str], *, seed: Sequence[int], **settings: Any) -> list[Result]:
+        """Answer user turns one after the other."""
+        return [self.generate(prompt, seed=each, **settings) for prompt, each in zip(prompts, seed, strict=True)]
 
     def generate(self, prompt: str, *, seed: int, **settings: Any) -> Result:
         """Answer one user turn. Raises UsageError for settings that transformers refuses."""

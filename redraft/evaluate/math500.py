@@ -13,14 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
+from functools import cached_property
 
 from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.base import Item
 from redraft.evaluate.gsm8k import last_boxed
-from redraft.evaluate.source import Source
-from redraft.evaluate.tasks import Item
+from redraft.evaluate.source import Benchmark, Source
 
-SOURCE = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 START_SECONDS = 120.0  # imports sympy
 ANSWER_SECONDS = 20.0
@@ -41,29 +40,27 @@ for line in sys.stdin:
 """
 
 
-class Math500:
+class Math500(Benchmark):
     """Right when math-verify finds the boxed answer equal to the reference."""
 
     name = "math500"
     description = "competition mathematics; the final expression is compared by value"
+    source = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
 
-    def __init__(self, data: Path | None = None) -> None:
-        self.data = data
-        self._verifier: Verifier | None = None
+    @cached_property
+    def verifier(self) -> Verifier:
+        return Verifier()
 
     def items(self, limit: int) -> list[Item]:
         if importlib.util.find_spec("math_verify") is None:
             raise UsageError("task math500 needs the library math-verify; run pip install 'redraft[eval]'")
-        rows = SOURCE.rows(self.data, limit)
-        return [
-            Item(f"{self.name}/{i}", f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
-            for i, row in enumerate(rows)
-        ]
+        return super().items(limit)
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        return Item(id, f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        if self._verifier is None:
-            self._verifier = Verifier()
-        return self._verifier.equal(item.expected, answer)
+        return self.verifier.equal(item.expected, answer)
 
 
 class Verifier:

@@ -32,9 +32,9 @@ WORKING_LOGITS = 16  # a pass has at most about so many fp32 copies of a canvas'
 
 @dataclass(frozen=True)
 class Opened:
-    """An arm ready to answer: generate(prompt, seed=..., **settings). `weight_bytes` counts shared tensors too."""
+    """An arm ready: `generate_batch(prompts, seed=seeds, **settings)`. `weight_bytes` counts shared tensors too."""
 
-    generate: Callable[..., Result]
+    generate_batch: Callable[..., list[Result]]
     weight_bytes: int
     about: dict[str, str]
 
@@ -65,10 +65,10 @@ class Models:
         if arm.runner == "engine":
             engine = self._engine(arm.model, arm.weights)
             path = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-            return Opened(partial(engine.generate, tier=arm.tier), engine.weight_bytes, {"passes": path})
+            return Opened(partial(engine.generate_batch, tier=arm.tier), engine.weight_bytes, {"passes": path})
         model = self._transformers(arm.model, arm.weights, arm.tier)
         wrapped = TransformersEngine(model, self._tokenizer(arm.model), self.files[arm.model].settings)
-        return Opened(wrapped.generate, model_bytes(model), _about(model))
+        return Opened(wrapped.generate_batch, model_bytes(model), _about(model))
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""

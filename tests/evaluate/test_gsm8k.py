@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.evaluate.base import Item
 from redraft.evaluate.gsm8k import Gsm8k, extract_number, last_boxed
-from redraft.evaluate.tasks import Item
 
 RIGHT_1200 = [
     "Ann earns 3 * 400 = 1200.\n\n\\boxed{1200}",
