@@ -58,12 +58,10 @@ class Comparison:
         self.files = {name: checkpoint_files(name) for name in dict.fromkeys(arm.model for arm in parsed)}
         self.arms = [arm.resolved(stored_packed(self.files[arm.model])) for arm in parsed]
         self.random = [name for name in self.files if is_random(name)]
-        self.settings = {
-            arm.name: arm_settings(
-                arm, self.files[arm.model].settings, shared or {}, fixed_steps, endless=arm.model in self.random
-            )
-            for arm in self.arms
-        }
+        self.settings = {}
+        for arm in self.arms:
+            base, endless = self.files[arm.model].settings, arm.model in self.random
+            self.settings[arm.name] = arm_settings(arm, base, shared or {}, fixed_steps, endless)
         self.tasks = choose_tasks(tasks, data, stand_in=len(self.random) == len(self.files))
         self.questions = ask(self.tasks.values(), limit, seed)
 
@@ -201,12 +199,9 @@ def answer_all(
 
 
 def _sides(
-    models: Models,
-    arms: Sequence[Arm],
-    questions: Sequence[Question],
-    settings: Mapping[str, DecodeSettings],
+    models: Models, arms: Sequence[Arm], questions: Sequence[Question], settings: Mapping[str, DecodeSettings],
     opened: Callable[[Arm, Opened], None],
-) -> list[Side]:
+) -> list[Side]:  # fmt: skip
     """Load arms and warm them up.
 
     An arm gives one whole answer, to the longest question, so that every buffer is as large as it gets; then only the

@@ -81,18 +81,12 @@ def _count_passes(model: Any) -> Iterator[list[int]]:
     """
     steps: list[int] = []
 
-    def canvas(*_: Any) -> None:
-        steps.append(0)
-
     def denoise(*_: Any) -> None:
         steps[-1] += 1
 
-    hooks = [
-        model.model.encoder.register_forward_pre_hook(canvas),
-        model.model.decoder.register_forward_pre_hook(denoise),
-    ]
-    try:
+    encoder, decoder = model.model.encoder, model.model.decoder
+    with (
+        encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
+        decoder.register_forward_pre_hook(denoise),
+    ):
         yield steps
-    finally:
-        for hook in hooks:
-            hook.remove()

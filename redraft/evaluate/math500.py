@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import select
-import subprocess
 import sys
 import threading
 import weakref
 from functools import cached_property
+from subprocess import DEVNULL, PIPE, Popen
 
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.base import Item
@@ -69,7 +69,7 @@ class Verifier:
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Popen[str] | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
         """Whether the result that `answer` states equals `reference`. The last box decides where there is one.
@@ -84,22 +84,16 @@ class Verifier:
             self._process = process if reply else None
         return reply == "true"
 
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            text=True,
-        )
+    def _start(self) -> Popen[str]:
+        command = [sys.executable, "-I", "-B", "-c", _WORKER]
+        process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env={}, text=True)
         weakref.finalize(self, _stop, process)
         if _read_line(process, START_SECONDS) != "ready":
             _stop(process)
             raise RedraftError("math-verify does not start; check it with python -c 'import math_verify'")
         return process
 
-    def _ask(self, process: subprocess.Popen[str], line: str) -> str:
+    def _ask(self, process: Popen[str], line: str) -> str:
         """The reply, or "" after stopping a process that gave none in time."""
         assert process.stdin is not None, "it is a pipe"
         try:
@@ -113,12 +107,12 @@ class Verifier:
         return reply
 
 
-def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
+def _read_line(process: Popen[str], seconds: float) -> str:
     assert process.stdout is not None, "it is a pipe"
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline().strip() if ready else ""
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: Popen[str]) -> None:
     process.kill()
     process.communicate()

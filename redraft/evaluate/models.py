@@ -174,13 +174,10 @@ def model_bytes(model: Any) -> int:
 def _about(model: Any) -> dict[str, str]:
     from redraft.hf.experts import W4Experts
 
-    experts = model.model.decoder.layers[0].experts
-    if not isinstance(experts, W4Experts):
-        path = f"transformers' {model.config._experts_implementation}"
-    elif experts.repacked is None:
-        path = "torch's operations, dequantising one expert at a time"
-    else:
-        path = "Redraft's GPU kernels"
+    experts, path = model.model.decoder.layers[0].experts, f"transformers' {model.config._experts_implementation}"
+    if isinstance(experts, W4Experts):
+        stock = "torch's operations, dequantising one expert at a time"
+        path = stock if experts.repacked is None else "Redraft's GPU kernels"
     return {"experts": path, "attention": f"transformers' {model.config._attn_implementation}"}
 
 

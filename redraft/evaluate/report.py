@@ -8,70 +8,49 @@ from typing import Any
 LEVEL = 0.05  # below this a McNemar test is called a difference
 WARM_UP_STARTS = 16  # questions that an arm begins to answer before the clock starts
 
-# Columns by name, with what `cells` writes under them.
+# Columns of tables, by name, with what `cells` writes under them.
 RIGHT, ACCURACY_PERCENT, INTERVAL = "{correct}/{items}", "{accuracy_percent:.1f} %", "{low:.1f} to {high:.1f}"
-TOKENS_PER_SECOND, TOKENS_PER_FORWARD = "{tokens_per_second:.1f}", "{tokens_per_forward:.2f}"
-PER_REQUEST = "{request_tokens_per_second:.1f}"
+RATE, MEAN_RATE, PER_FORWARD = (
+    "{tokens_per_second:.1f}", "{request_tokens_per_second:.1f}", "{tokens_per_forward:.2f}"
+)  # fmt: skip
 EVALUATION = {
-    "correct": RIGHT,
-    "accuracy": ACCURACY_PERCENT,
-    "95 % interval": INTERVAL,
-    "tok/s": TOKENS_PER_SECOND,
-    "tok/forward": TOKENS_PER_FORWARD,
+    "correct": RIGHT, "accuracy": ACCURACY_PERCENT, "95 % interval": INTERVAL, "tok/s": RATE,
+    "tok/forward": PER_FORWARD,
     "steps mean/p50/p90": "{steps_per_canvas[mean]:.1f} / {steps_per_canvas[p50]:g} / {steps_per_canvas[p90]:g}",
     "answer s mean/p50/p90": "{answer_seconds[mean]:.2f} / {answer_seconds[p50]:.2f} / {answer_seconds[p90]:.2f}",
     "seconds": "{seconds:.1f}",
-}
+}  # fmt: skip
 COMPARISON = {
-    "right": RIGHT,
-    "95 % interval": INTERVAL,
-    "tok/s": TOKENS_PER_SECOND,
-    "tok/s per request": PER_REQUEST,
-    "steps/canvas": "{steps_per_canvas[mean]:.2f}",
-    "tok/forward": TOKENS_PER_FORWARD,
-    "answer s p50 / p90": "{answer_seconds[p50]:.2f} / {answer_seconds[p90]:.2f}",
-    "peak GiB": "{peak_gib:.2f}",
-}
+    "right": RIGHT, "95 % interval": INTERVAL, "tok/s": RATE, "tok/s per request": MEAN_RATE,
+    "steps/canvas": "{steps_per_canvas[mean]:.2f}", "tok/forward": PER_FORWARD,
+    "answer s p50 / p90": "{answer_seconds[p50]:.2f} / {answer_seconds[p90]:.2f}", "peak GiB": "{peak_gib:.2f}",
+}  # fmt: skip
 ACCURACY = {
-    "right": RIGHT,
-    "accuracy": ACCURACY_PERCENT,
-    "95 % interval": INTERVAL,
-    "cut off": "{cut_off}",
+    "right": RIGHT, "accuracy": ACCURACY_PERCENT, "95 % interval": INTERVAL, "cut off": "{cut_off}",
     "empty": "{empty}",
-}
+}  # fmt: skip
 PAIRS = {
-    "both right": "{both_right}",
-    "only first arm": "{only_baseline_right}",
-    "only this arm": "{only_arm_right}",
-    "both wrong": "{both_wrong}",
-    "McNemar p": "{mcnemar_p:.3g}",
-    "same verdict": "{same_verdict_percent:.1f} %",
+    "both right": "{both_right}", "only first arm": "{only_baseline_right}", "only this arm": "{only_arm_right}",
+    "both wrong": "{both_wrong}", "McNemar p": "{mcnemar_p:.3g}", "same verdict": "{same_verdict_percent:.1f} %",
     "same answer": "{same_answer_percent:.1f} %",
-}
+}  # fmt: skip
 SPEED = {
-    "tok/s aggregate": TOKENS_PER_SECOND,
-    "tok/s per request": PER_REQUEST,
-    "ms per pass": "{ms_per_forward:.2f}",
-    "seconds": "{seconds:.1f}",
-    "tok/s ratio (95 %)": "{tokens_ratio}",
-    "passes/s ratio": "{passes_ratio}",
-}
+    "tok/s aggregate": RATE, "tok/s per request": MEAN_RATE, "ms per pass": "{ms_per_forward:.2f}",
+    "seconds": "{seconds:.1f}", "tok/s ratio (95 %)": "{tokens_ratio}", "passes/s ratio": "{passes_ratio}",
+}  # fmt: skip
 PASSES = {
     "passes": "{forwards}",
     "canvases": "{canvases}",
     "steps per canvas (mean / p50 / p90)": "{steps_per_canvas[mean]:.2f} / {steps_per_canvas[p50]:g} / "
     "{steps_per_canvas[p90]:g}",
-    "tokens per forward": TOKENS_PER_FORWARD,
+    "tokens per forward": PER_FORWARD,
     "answer tokens (mean / p50 / p90)": "{answer_tokens[mean]:.1f} / {answer_tokens[p50]:g} / {answer_tokens[p90]:g}",
     "prompt tokens (mean)": "{prompt_tokens:.0f}",
 }
 TIMES = {
-    "mean s": "{answer_seconds[mean]:.3f}",
-    "p10": "{answer_seconds[p10]:.3f}",
-    "p50": "{answer_seconds[p50]:.3f}",
-    "p90": "{answer_seconds[p90]:.3f}",
-    "p99": "{answer_seconds[p99]:.3f}",
-}
+    "mean s": "{answer_seconds[mean]:.3f}", "p10": "{answer_seconds[p10]:.3f}", "p50": "{answer_seconds[p50]:.3f}",
+    "p90": "{answer_seconds[p90]:.3f}", "p99": "{answer_seconds[p99]:.3f}",
+}  # fmt: skip
 MEMORY = {"weights GiB": "{weight_gib:.3f}", "peak GiB": "{peak_gib:.3f}"}
 
 
@@ -106,8 +85,7 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
         return _table(("task", "arm", *columns), rows)
 
     arms = [
-        (arm["name"], arm["description"], "; ".join(f"{k}: {v}" for k, v in arm["about"].items()))
-        for arm in report["arms"]
+        (a["name"], a["description"], "; ".join(f"{k}: {v}" for k, v in a["about"].items())) for a in report["arms"]
     ]
     against = [
         (task, f"{pair['arm']} against {pair['baseline']}", *cells(PAIRS, figures))

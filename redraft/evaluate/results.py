@@ -35,9 +35,13 @@ class Results:
         self._file: TextIO | None = None
         if path is not None:
             check_target(path)
-            if part_path(path).exists():
-                self.records = self._resume(part_path(path))
-            self._file = part_path(path).open("a", encoding="utf-8")
+            part = part_path(path)
+            if part.exists():
+                data = part.read_bytes()
+                # Without the line that was being written when the run ended.
+                os.truncate(part, data.rfind(b"\n") + 1)
+                self.records = read_results(part, run)
+            self._file = part.open("a", encoding="utf-8")
 
     @property
     def done(self) -> set[tuple[str, str]]:
@@ -67,33 +71,24 @@ class Results:
             if error is None:
                 part_path(self.path).replace(self.path)
 
-    def _resume(self, part: Path) -> list[Record]:
-        data = part.read_bytes()
-        complete = data.rfind(b"\n") + 1
-        if complete < len(data):  # the line that was being written when the run ended
-            os.truncate(part, complete)
-        return read_results(part, self.run)
-
 
 def read_results(path: Path, run: str) -> list[Record]:
     """The records of a results file. Raises UsageError for another run's, RedraftError for a damaged line."""
+    records = []
     # Not splitlines(), which also cuts at line separators inside an answer.
-    lines = path.read_bytes().decode("utf-8", "replace").split("\n")
-    return [_parse(line, path, i, run) for i, line in enumerate(lines, 1) if line]
-
-
-def _parse(line: str, path: Path, number: int, run: str) -> Record:
-    try:
-        raw = json.loads(line)
-        found = raw.pop("run")
-        record = Record(**raw)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise RedraftError(f"{path}: line {number} is not a result; remove the file to start afresh") from None
-    if found != run:
-        raise UsageError(
-            f"{path} holds results of another model, seed, task or setting; remove it or choose another file"
-        )
-    return record
+    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n"), 1):
+        if line:
+            try:
+                raw = json.loads(line)
+                found = raw.pop("run")
+                records.append(Record(**raw))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise RedraftError(f"{path}: line {number} is not a result; remove the file to start afresh") from None
+            if found != run:
+                raise UsageError(
+                    f"{path} holds results of another model, seed, task or setting; remove it or choose another file"
+                )
+    return records
 
 
 def part_path(path: Path) -> Path:
@@ -125,18 +120,16 @@ class Folder:
         self.facts: dict[str, Any] = {}
         if self._about.exists():
             found = read_json(self._about)
-            self._check(_flat(found.get("identity")), _flat(self._identity))
+            there, here = _flat(found.get("identity")), _flat(self._identity)
+            for key in (*there, *here):
+                if there.get(key) != here.get(key):
+                    raise UsageError(
+                        f"{path} holds another comparison: {key} is {there.get(key)} there and {here.get(key)} now; "
+                        "give --out another directory, or remove this one"
+                    )
             self.facts = found.get("facts", {})
         elif path.exists() and any(path.iterdir()):
             raise UsageError(f"{path} holds other files; give --out another directory")
-
-    def _check(self, there: dict[str, Any], here: dict[str, Any]) -> None:
-        for key in (*there, *here):
-            if there.get(key) != here.get(key):
-                raise UsageError(
-                    f"{self.path} holds another comparison: {key} is {there.get(key)} there and {here.get(key)} now; "
-                    "give --out another directory, or remove this one"
-                )
 
     def note(self, **facts: Any) -> None:
         """Keep facts about the run for its report, such as the machine's limits."""

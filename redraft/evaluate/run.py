@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Fields that a record takes from a result as they are.
+TAKEN = ("forwards", "tokens_per_forward", "steps_per_canvas", "finish_reason", "seed", "prompt_tokens", "canvases")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -96,27 +99,13 @@ class Side:
         for question, result in zip(questions, results, strict=True):
             task, item = question.task, question.item
             yield Record(
-                id=item.id,
-                task=task.name,
-                prompt=item.prompt,
-                answer=result.text,
-                expected=item.expected,
+                id=item.id, task=task.name, prompt=item.prompt, answer=result.text, expected=item.expected,
                 correct=task.grade(item, result.text, ended=result.finish_reason == "stop"),
                 tokens=len(result.token_ids) if endless else result.tokens,
-                forwards=result.forwards,
-                tokens_per_forward=result.tokens_per_forward,
-                steps_per_canvas=list(result.steps_per_canvas),
-                finish_reason=result.finish_reason,
-                seconds=seconds,
-                answer_seconds=seconds if self.name else result.seconds,
-                seed=result.seed,
-                arm=self.name,
-                turn=turn,
-                prompt_tokens=result.prompt_tokens,
-                canvases=result.canvases,
-                weight_bytes=self.weight_bytes,
-                peak_bytes=peak,
-            )
+                seconds=seconds, answer_seconds=seconds if self.name else result.seconds,
+                arm=self.name, turn=turn, weight_bytes=self.weight_bytes, peak_bytes=peak,
+                **{name: getattr(result, name) for name in TAKEN},
+            )  # fmt: skip
 
 
 def allocated(device: torch.device) -> int:

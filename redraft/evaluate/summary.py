@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,32 +66,33 @@ def arm_figures(records: Sequence[Record]) -> dict[str, Any]:
         "answer_seconds": _spread([r.seconds for r in records]),
         "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas]),
         "empty": sum(not r.answer.strip() for r in records),
-        "prompt_tokens": sum(r.prompt_tokens for r in records) / len(records),
+        "prompt_tokens": _mean([r.prompt_tokens for r in records]),
         "weight_bytes": max(r.weight_bytes for r in records),
         "peak_bytes": max(r.peak_bytes for r in records),
     }
 
 
 def _spread(values: Sequence[float], *percents: int) -> dict[str, float]:
-    return {
-        "mean": sum(values) / len(values),
-        **{f"p{q}": percentile(values, q) for q in percents or (10, 50, 90, 99)},
-    }
+    return {"mean": _mean(values), **{f"p{q}": percentile(values, q) for q in percents or (10, 50, 90, 99)}}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def pair_figures(baseline: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
     """Two arms on the same questions: verdicts, agreement, and how many times as fast the other is."""
     pairs = list(zip(baseline, other, strict=True))
-    only_baseline = sum(a.correct and not b.correct for a, b in pairs)
-    only_other = sum(b.correct and not a.correct for a, b in pairs)
+    verdicts = Counter((a.correct, b.correct) for a, b in pairs)
+    only_baseline, only_other = verdicts[True, False], verdicts[False, True]
     work = [[(float(r.tokens), r.seconds) for r in side] for side in (baseline, other)]
     passes = [[(float(r.forwards), r.seconds) for r in side] for side in (baseline, other)]
     return {
         "items": len(pairs),
-        "both_right": sum(a.correct and b.correct for a, b in pairs),
+        "both_right": verdicts[True, True],
         "only_baseline_right": only_baseline,
         "only_arm_right": only_other,
-        "both_wrong": sum(not a.correct and not b.correct for a, b in pairs),
+        "both_wrong": verdicts[False, False],
         "accuracy_difference": (only_other - only_baseline) / len(pairs),
         "mcnemar_p": mcnemar_p(only_baseline, only_other),
         "same_verdict": 1 - (only_baseline + only_other) / len(pairs),
@@ -103,7 +105,7 @@ def pair_figures(baseline: Sequence[Record], other: Sequence[Record]) -> dict[st
 
 
 def _mean_rate(records: Sequence[Record]) -> float:
-    return sum(r.tokens / r.seconds for r in records) / len(records)
+    return _mean([r.tokens / r.seconds for r in records])
 
 
 def _ratio(baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> dict[str, Any] | None:

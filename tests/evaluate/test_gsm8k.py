@@ -47,21 +47,11 @@ def test_right_answers(answer: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        "\\boxed{120}",
-        "\\boxed{-1200}",
-        "\\boxed{1200.5}",
-        "It is 1200. \\boxed{1201}",
-        "1200\n#### 12",
-        "The answer is 12.",
-        "1200 minus 200 makes 1000",
-        "twelve hundred",
-        "",
-        "\\boxed{}",
-        "The answer is x1200",
-        "12000",
-        "1200/0.5",
+        "\\boxed{120}", "\\boxed{-1200}", "\\boxed{1200.5}", "It is 1200. \\boxed{1201}", "1200\n#### 12",
+        "The answer is 12.", "1200 minus 200 makes 1000", "twelve hundred", "", "\\boxed{}", "The answer is x1200",
+        "12000", "1200/0.5",
     ],
-)
+)  # fmt: skip
 def test_wrong_answers(answer: str) -> None:
     assert extract_number(answer) != 1200
 
@@ -69,20 +59,11 @@ def test_wrong_answers(answer: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
-        ("-3", -3),
-        ("It fell to −10 degrees", -10),
-        ("-$5", -5),
-        ("a 10-year plan", 10),
-        ("10-3", 3),
-        (".5 litres", Fraction(1, 2)),
-        ("0.25", Fraction(1, 4)),
-        ("3/4", Fraction(3, 4)),
-        ("100,000,000", 10**8),
-        ("45%", 45),
-        ("1,2,3", 3),
-        ("5/0", 5),
+        ("-3", -3), ("It fell to −10 degrees", -10), ("-$5", -5), ("a 10-year plan", 10), ("10-3", 3),
+        (".5 litres", Fraction(1, 2)), ("0.25", Fraction(1, 4)), ("3/4", Fraction(3, 4)), ("100,000,000", 10**8),
+        ("45%", 45), ("1,2,3", 3), ("5/0", 5),
     ],
-)
+)  # fmt: skip
 def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
     assert extract_number(answer) == value
 
@@ -90,17 +71,11 @@ def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
 @pytest.mark.parametrize(
     ("text", "inner"),
     [
-        ("\\boxed{a{b}c} d", "a{b}c"),
-        ("\\boxed{1} \\boxed{2}", "2"),
-        ("\\boxed{1} \\boxed{2", "1"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
-        ("\\boxed {3}", "3"),
-        ("}} {\\boxed{4}", "4"),
-        ("boxed{5}", None),
-        ("\\boxed{" * 5000, None),
+        ("\\boxed{a{b}c} d", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1} \\boxed{2", "1"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"), ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
+        ("\\boxed {3}", "3"), ("}} {\\boxed{4}", "4"), ("boxed{5}", None), ("\\boxed{" * 5000, None),
     ],
-)
+)  # fmt: skip
 def test_last_boxed(text: str, inner: str | None) -> None:
     assert last_boxed(text) == inner
 
