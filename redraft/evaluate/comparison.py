@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.base import Question, Task, ask
 from redraft.evaluate.charts import draw_charts
-from redraft.evaluate.models import Models, Opened, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
 from redraft.evaluate.report import WARM_UP_STARTS, markdown
 from redraft.evaluate.results import Folder, run_id
 from redraft.evaluate.run import Record, Side, allocated, answers
@@ -92,8 +93,8 @@ class Comparison:
         models = Models(self.files, self.device, self.dtype, in_place=not together)
         grouped, total = groups(self.arms, together), len(self.arms) * len(self.questions)
 
-        def opened(arm: Arm, how: Opened) -> None:
-            folder.note(about={**folder.facts["about"], arm.name: how.about})
+        def opened(side: Side) -> None:
+            folder.note(about={**folder.facts["about"], side.name: side.about})
 
         with folder.results() as results:
             return results.gather(
@@ -185,11 +186,11 @@ def answer_all(
     questions: Sequence[Question],
     settings: Mapping[str, DecodeSettings],
     done: set[tuple[str, str]],
-    opened: Callable[[Arm, Opened], None],
+    opened: Callable[[Side], None],
 ) -> Iterator[Record]:
     """Answer every question by every arm but for the (arm name, item id) in `done`.
 
-    settings: complete, by arm name. opened(arm, how) is called when an arm is ready. A group in which nothing is left
+    settings: complete, by arm name. opened(side) is called when an arm is ready. A group in which nothing is left
     to do is not loaded.
     """
     for number, group in enumerate(grouped):
@@ -200,26 +201,24 @@ def answer_all(
 
 def _sides(
     models: Models, arms: Sequence[Arm], questions: Sequence[Question], settings: Mapping[str, DecodeSettings],
-    opened: Callable[[Arm, Opened], None],
+    opened: Callable[[Side], None],
 ) -> list[Side]:  # fmt: skip
     """Load arms and warm them up.
 
     An arm gives one whole answer, to the longest question, so that every buffer is as large as it gets; then only the
     start of an answer to some more, because kernels are compiled for the lengths of prompts as they come.
     """
-    # BF16 first: the W4 model is made of it.
-    loaded = {arm.name: models.open(arm) for arm in sorted(arms, key=lambda arm: arm.weights == "w4")}
+    loaded = {  # BF16 first: the W4 model is made of it
+        arm.name: dataclasses.replace(models.open(arm), settings=vars(settings[arm.name]))
+        for arm in sorted(arms, key=lambda arm: arm.weights == "w4")
+    }
     longest = max(questions, key=lambda question: len(question.item.prompt))
-    kept: dict[Any, int] = {}
-    sides = []
+    kept: Counter[Any] = Counter()
     for arm in arms:
-        how, before = loaded[arm.name], allocated(models.device)
-        side = Side(arm.name, how.generate_batch, models.device, vars(settings[arm.name]), how.weight_bytes)
+        side, before = loaded[arm.name], allocated(models.device)
         side.generate([longest])
         for question in questions[:WARM_UP_STARTS]:
             side.generate([question], max_new_tokens=1, max_denoising_steps=WARM_UP_PASSES)
-        place = (arm.holder, arm.tier)
-        kept[place] = kept.get(place, 0) + max(0, allocated(models.device) - before)
-        sides.append((place, side))
-        opened(arm, how)
-    return [dataclasses.replace(side, kept_bytes=kept[place]) for place, side in sides]
+        kept[arm.holder, arm.tier] += max(0, allocated(models.device) - before)
+        opened(side)
+    return [dataclasses.replace(loaded[arm.name], kept_bytes=kept[arm.holder, arm.tier]) for arm in arms]

@@ -69,7 +69,8 @@ class Record:
 class Side:
     """An arm that is in memory: `generate_batch(prompts, seed=seeds, **settings)`, as the engine has it.
 
-    kept_bytes: what it keeps allocated beside its weights once it has answered, such as an arena and captured graphs.
+    weight_bytes: tensors shared with other arms too. kept_bytes: what stays allocated beside them once it has answered,
+    such as an arena and captured graphs. about: what runs its parts.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Side:
     settings: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 0
     kept_bytes: int = 0
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def generate(self, questions: Sequence[Question], **changes: Any) -> list[Result]:
         prompts, seeds = [q.item.prompt for q in questions], [q.seed for q in questions]

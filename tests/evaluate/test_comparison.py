@@ -16,9 +16,8 @@ from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.base import ask, item_seed
 from redraft.evaluate.comparison import answer_all, arm_settings, fingerprint, groups
-from redraft.evaluate.models import Opened
 from redraft.evaluate.results import Folder
-from redraft.evaluate.run import Record
+from redraft.evaluate.run import Record, Side
 
 ARMS = [arm.resolved(False) for arm in parse_arms("bf16,w4,turbo", "demo")]
 QUESTIONS = ask([Echo()], 3, seed=5)
@@ -37,7 +36,7 @@ class FakeModels:
         self.closed = 0
         self.fail_at = fail_at
 
-    def open(self, arm: Arm) -> Opened:
+    def open(self, arm: Arm) -> Side:
         self.opened.append(arm.name)
 
         def generate_batch(prompts: Sequence[str], *, seed: Sequence[int], **settings: Any) -> list[Result]:
@@ -51,7 +50,7 @@ class FakeModels:
             text = f"You said: {prompt}\u2028."  # a separator that splitlines() would cut at
             return [Result([5, 6], 2, 7, [4], 0.1, "stop", one, 0, text=text)]
 
-        return Opened(generate_batch, 100, {"experts": arm.name})
+        return Side(arm.name, generate_batch, self.device, weight_bytes=100)
 
     def close(self, following: Sequence[Arm]) -> None:
         self.closed += 1
@@ -59,7 +58,7 @@ class FakeModels:
 
 def run(models: FakeModels, grouped: list[list[Arm]], done: set[tuple[str, str]] | None = None) -> list[Record]:
     told: list[str] = []
-    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda arm, how: told.append(arm.name))  # type: ignore[arg-type]
+    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda side: told.append(side.name))  # type: ignore[arg-type]
     result = list(records)
     assert sorted(told) == sorted(models.opened)
     return result

@@ -16,7 +16,8 @@ from redraft.engine.events import Result
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.generate import TransformersEngine, generate_options
-from redraft.evaluate.models import Models, Opened, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.run import Side
 from redraft.hf.experts import W4Experts
 from redraft.quant.export import export_compressed_tensors
 from redraft.store.random import PRESETS, weight_bytes
@@ -32,7 +33,7 @@ def models_of(text: str, model: str = TINY, in_place: bool = False, on: torch.de
     return Models(files, on, default_dtype(on), in_place), arms
 
 
-def answer(opened: Opened, prompt: str, *, seed: int, **settings: Any) -> Result:
+def answer(opened: Side, prompt: str, *, seed: int, **settings: Any) -> Result:
     return opened.generate_batch([prompt], seed=[seed], **settings)[0]
 
 
