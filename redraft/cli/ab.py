@@ -14,8 +14,9 @@ from redraft.cli.writing import Interrupted
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
-    from redraft.evaluate.ab_run import AbRecord, Folder
     from redraft.evaluate.comparison import Comparison
+    from redraft.evaluate.results import Folder
+    from redraft.evaluate.run import Record
 
 
 def command(
@@ -57,8 +58,8 @@ def command(
     from redraft.bench.roofline import check_matplotlib
     from redraft.cli.common import print_json, quiet_libraries
     from redraft.device import pick_device
-    from redraft.evaluate.ab_run import Folder
     from redraft.evaluate.comparison import Comparison
+    from redraft.evaluate.results import Folder
 
     shared = options.decode_settings(seed, max_new_tokens, None, None)
     check_matplotlib("redraft ab")
@@ -77,7 +78,7 @@ def command(
         _print(report, folder.path)
 
 
-def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
+def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
     """All answers: those of a finished folder, or those of an interrupted run and the rest."""
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -114,22 +115,11 @@ def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
 def _print(report: dict[str, Any], folder: Path) -> None:
     """The figures over all tasks, a line per arm, and where the rest is."""
     from redraft.cli.tables import table, table_console
-    from redraft.evaluate.report import order_text, verdict
+    from redraft.evaluate.report import COMPARISON, cells, order_text, overall, verdict
 
-    rows = []
-    for arm in report["arms"]:
-        figures = next(reversed(report["results"][arm["name"]].values()))
-        low, high = figures["interval"]
-        rows.append((
-            arm["name"], f"{figures['correct']}/{figures['items']}", f"{100 * low:.1f} to {100 * high:.1f}",
-            f"{figures['tokens_per_second']:.1f}", f"{figures['request_tokens_per_second']:.1f}",
-            f"{figures['steps_per_canvas']['mean']:.2f}", f"{figures['tokens_per_forward']:.2f}",
-            f"{figures['answer_seconds']['p50']:.2f} / {figures['answer_seconds']['p90']:.2f}",
-            f"{figures['peak_bytes'] / 2**30:.2f}",
-        ))  # fmt: skip
-    columns = ("arm", "right", "95 % interval", "tok/s", "tok/s per request", "steps/canvas", "tok/forward")
     console = table_console()
-    console.print(table((*columns, "answer s p50 / p90", "peak GiB"), rows))
+    rows = [(arm["name"], *cells(COMPARISON, overall(report["results"][arm["name"]]))) for arm in report["arms"]]
+    console.print(table(("arm", *COMPARISON), rows))
     for pair in report["comparisons"]:
         console.print(verdict(pair, report).replace("**", ""), markup=False, soft_wrap=True)
     if not report["together"]:

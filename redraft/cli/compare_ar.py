@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from redraft.bench.compare_ar import ArmResult, SizeResult
     from redraft.bench.probe import Probe
     from redraft.engine.engine import Engine
-    from redraft.evaluate.tasks import Item, Task
+    from redraft.evaluate.base import Item, Task
 
     Question = tuple[Task, Item] | None  # None: a prompt of random tokens
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,22 @@ from rich.filesize import decimal
 
 from redraft.bench.probe import probe
 from redraft.bench.timing import device_name, environment
+from redraft.config import DecodeSettings
 from redraft.device import default_dtype, free_memory
 from redraft.errors import UsageError
-from redraft.evaluate.ab_run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups
 from redraft.evaluate.arms import Arm, parse_arms
+from redraft.evaluate.base import Question, Task, ask
 from redraft.evaluate.charts import draw_charts
-from redraft.evaluate.models import Models, Opened, checkpoint_files, needed_bytes, stored_packed
-from redraft.evaluate.report import markdown
-from redraft.evaluate.standin import LENGTHS, StandIn
-from redraft.evaluate.summary import compare_arms, summarise_arms
-from redraft.evaluate.tasks import Task, select_tasks
+from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.report import WARM_UP_STARTS, markdown
+from redraft.evaluate.results import Folder, run_id
+from redraft.evaluate.run import Record, Side, allocated, answers
+from redraft.evaluate.summary import arm_figures, by_task, compare_arms
+from redraft.evaluate.tasks import STAND_IN_LENGTHS, StandIn, select_tasks
 from redraft.files import write_text
 from redraft.store.random import is_random
 
-Progress = Callable[[AbRecord, int, int], None]  # (answer, answers so far, answers in all)
+WARM_UP_PASSES = 2  # of the questions that an arm only begins to answer before the clock starts
 
 
 class Comparison:
@@ -56,14 +59,12 @@ class Comparison:
         self.files = {name: checkpoint_files(name) for name in dict.fromkeys(arm.model for arm in parsed)}
         self.arms = [arm.resolved(stored_packed(self.files[arm.model])) for arm in parsed]
         self.random = [name for name in self.files if is_random(name)]
-        self.settings = {
-            arm.name: arm_settings(
-                arm, self.files[arm.model].settings, shared or {}, fixed_steps, endless=arm.model in self.random
-            )
-            for arm in self.arms
-        }
+        self.settings = {}
+        for arm in self.arms:
+            base, endless = self.files[arm.model].settings, arm.model in self.random
+            self.settings[arm.name] = arm_settings(arm, base, shared or {}, fixed_steps, endless)
         self.tasks = choose_tasks(tasks, data, stand_in=len(self.random) == len(self.files))
-        self.questions = ask(list(self.tasks.values()), limit, seed)
+        self.questions = ask(self.tasks.values(), limit, seed)
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for answers to belong together."""
@@ -81,25 +82,25 @@ class Comparison:
             "environment": environment(self.device),
         }
 
-    def run(self, folder: Folder, progress: Progress) -> list[AbRecord]:
-        """Answer what is still open and return all answers. An interruption loses the answer under way."""
+    def run(self, folder: Folder, progress: Callable[[Record, int, int], object]) -> list[Record]:
+        """Answer what is still open and return all answers. An interruption loses the answer under way.
+
+        progress(answer, answers so far, answers in all).
+        """
         if "probe" not in folder.facts:
             folder.note(probe=probe(self.device).to_dict(), why_in_place=self._why_in_place(), about={})
         together = folder.facts["why_in_place"] is None
         models = Models(self.files, self.device, self.dtype, in_place=not together)
+        grouped, total = groups(self.arms, together), len(self.arms) * len(self.questions)
 
-        def opened(arm: Arm, how: Opened) -> None:
-            folder.note(about={**folder.facts["about"], arm.name: how.about})
+        def opened(side: Side) -> None:
+            folder.note(about={**folder.facts["about"], side.name: side.about})
 
-        with folder.results_file() as file:
-            records = list(file.done)
-            done = {(r.arm, r.id) for r in records}
-            total = len(self.arms) * len(self.questions)
-            for record in answer_all(models, groups(self.arms, together), self.questions, self.settings, done, opened):
-                file.append(record)
-                records.append(record)
-                progress(record, len(records), total)
-        return records
+        with folder.results() as results:
+            return results.gather(
+                answer_all(models, grouped, self.questions, self.settings, results.done, opened),
+                lambda record: progress(record, len(results.records), total),
+            )
 
     def _why_in_place(self) -> str | None:
         """Why not all arms are loaded at once, None when they are."""
@@ -110,25 +111,25 @@ class Comparison:
             return None
         return f"the arms take about {decimal(needed)} together and {decimal(free)} were free"
 
-    def write_report(self, folder: Folder, records: list[AbRecord]) -> dict[str, Any]:
+    def write_report(self, folder: Folder, records: list[Record]) -> dict[str, Any]:
         """Write report.json, report.md and the charts into the folder, and return what report.json holds."""
-        names, tasks = [arm.name for arm in self.arms], list(self.tasks)
+        names, tasks, facts = [arm.name for arm in self.arms], list(self.tasks), folder.facts
         report = {
             **self.identity(),
             "arms": [
-                {"name": arm.name, "description": arm.describe(), "about": folder.facts["about"].get(arm.name, {})}
+                {"name": arm.name, "description": arm.describe(), "about": facts["about"].get(arm.name, {})}
                 for arm in self.arms
             ],
             "tasks": tasks,
             "questions": len(self.questions),
-            "together": folder.facts["why_in_place"] is None,
-            "why_in_place": folder.facts["why_in_place"],
+            "together": facts["why_in_place"] is None,
+            "why_in_place": facts["why_in_place"],
             "random_weights": self.random,
             "stand_ins": [name for name, task in self.tasks.items() if isinstance(task, StandIn)],
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "probe": folder.facts["probe"],
-            "results": summarise_arms(records, names, tasks),
+            "probe": facts["probe"],
+            "results": {name: by_task([r for r in records if r.arm == name], tasks, arm_figures) for name in names},
             "comparisons": compare_arms(records, names, tasks),
         }
         write_text(folder.path / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
@@ -144,5 +145,80 @@ def choose_tasks(text: str, data: Path | None, stand_in: bool) -> dict[str, Task
         raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
     tasks: dict[str, Task] = {}
     for name in names:
-        tasks |= {name: StandIn(name)} if stand_in and data is None and name in LENGTHS else select_tasks(name, data)
+        replaced = stand_in and data is None and name in STAND_IN_LENGTHS
+        tasks |= {name: StandIn(name)} if replaced else select_tasks(name, data)
     return tasks
+
+
+def fingerprint(questions: Sequence[Question]) -> str:
+    """A short name of what is asked and expected."""
+    return run_id([[q.item.id, q.item.prompt, q.item.expected, q.seed] for q in questions])
+
+
+def arm_settings(
+    arm: Arm, base: DecodeSettings, shared: dict[str, Any], fixed_steps: int | None, endless: bool
+) -> DecodeSettings:
+    """The complete settings of an arm: the checkpoint's, those for all arms, its own, and what fixes the passes.
+
+    fixed_steps: a canvas takes exactly so many passes, because as many equal canvases as would end it earlier never
+    come together. endless: no end tokens, for random weights, whose answers then all have the same length.
+    """
+    chosen = base.replace(**{**shared, **arm.settings})
+    if fixed_steps is not None:
+        taken = {"max_denoising_steps", "stability_threshold", "confidence_threshold"} & set(arm.settings)
+        if taken:
+            raise UsageError(f"arm {arm.name}: {', '.join(sorted(taken))} has no meaning with --fixed-steps")
+        chosen = chosen.replace(max_denoising_steps=fixed_steps, stability_threshold=fixed_steps)
+    return dataclasses.replace(chosen, eos_token_ids=()) if endless else chosen
+
+
+def groups(arms: Sequence[Arm], together: bool) -> list[list[Arm]]:
+    """Arms that take turns: all of them, or one group per set of weights, BF16 before the W4 that is made of it."""
+    if together:
+        return [list(arms)]
+    holders = sorted({arm.holder for arm in arms}, key=lambda h: (h[0], h[1] == "engine", h[2] == "w4"))
+    return [[arm for arm in arms if arm.holder == holder] for holder in holders]
+
+
+def answer_all(
+    models: Models,
+    grouped: Sequence[Sequence[Arm]],
+    questions: Sequence[Question],
+    settings: Mapping[str, DecodeSettings],
+    done: set[tuple[str, str]],
+    opened: Callable[[Side], None],
+) -> Iterator[Record]:
+    """Answer every question by every arm but for the (arm name, item id) in `done`.
+
+    settings: complete, by arm name. opened(side) is called when an arm is ready. A group in which nothing is left
+    to do is not loaded.
+    """
+    for number, group in enumerate(grouped):
+        if any((arm.name, q.item.id) not in done for arm in group for q in questions):
+            yield from answers(_sides(models, group, questions, settings, opened), questions, done)
+        models.close([arm for following in grouped[number + 1 :] for arm in following])
+
+
+def _sides(
+    models: Models, arms: Sequence[Arm], questions: Sequence[Question], settings: Mapping[str, DecodeSettings],
+    opened: Callable[[Side], None],
+) -> list[Side]:  # fmt: skip
+    """Load arms and warm them up.
+
+    An arm gives one whole answer, to the longest question, so that every buffer is as large as it gets; then only the
+    start of an answer to some more, because kernels are compiled for the lengths of prompts as they come.
+    """
+    loaded = {  # BF16 first: the W4 model is made of it
+        arm.name: dataclasses.replace(models.open(arm), settings=vars(settings[arm.name]))
+        for arm in sorted(arms, key=lambda arm: arm.weights == "w4")
+    }
+    longest = max(questions, key=lambda question: len(question.item.prompt))
+    kept: Counter[Any] = Counter()
+    for arm in arms:
+        side, before = loaded[arm.name], allocated(models.device)
+        side.generate([longest])
+        for question in questions[:WARM_UP_STARTS]:
+            side.generate([question], max_new_tokens=1, max_denoising_steps=WARM_UP_PASSES)
+        kept[arm.holder, arm.tier] += max(0, allocated(models.device) - before)
+        opened(side)
+    return [dataclasses.replace(loaded[arm.name], kept_bytes=kept[arm.holder, arm.tier]) for arm in arms]

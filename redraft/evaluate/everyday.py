@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from redraft.evaluate.tasks import Item
+from pathlib import Path
+
+from redraft.evaluate.base import Item
 
 QUESTIONS = (
     "How do I boil an egg so that the yolk stays soft?",
@@ -39,6 +41,9 @@ class Everyday:
 
     name = "everyday"
     description = f"{len(QUESTIONS)} short ordinary questions; the time to answer counts"
+
+    def __init__(self, data: Path | None = None) -> None:
+        """data: where benchmarks have their files; these questions need none."""
 
     def items(self, limit: int) -> list[Item]:
         return [Item(f"{self.name}/{i}", question, "") for i, question in enumerate(QUESTIONS[:limit])]

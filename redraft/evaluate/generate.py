@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,10 @@ class TransformersEngine:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: DecodeSettings):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+
+    def generate_batch(self, prompts: Sequence[str], *, seed: Sequence[int], **settings: Any) -> list[Result]:
+        """Answer user turns one after the other."""
+        return [self.generate(prompt, seed=each, **settings) for prompt, each in zip(prompts, seed, strict=True)]
 
     def generate(self, prompt: str, *, seed: int, **settings: Any) -> Result:
         """Answer one user turn. Raises UsageError for settings that transformers refuses."""
@@ -77,18 +81,12 @@ def _count_passes(model: Any) -> Iterator[list[int]]:
     """
     steps: list[int] = []
 
-    def canvas(*_: Any) -> None:
-        steps.append(0)
-
     def denoise(*_: Any) -> None:
         steps[-1] += 1
 
-    hooks = [
-        model.model.encoder.register_forward_pre_hook(canvas),
-        model.model.decoder.register_forward_pre_hook(denoise),
-    ]
-    try:
+    encoder, decoder = model.model.encoder, model.model.decoder
+    with (
+        encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
+        decoder.register_forward_pre_hook(denoise),
+    ):
         yield steps
-    finally:
-        for hook in hooks:
-            hook.remove()

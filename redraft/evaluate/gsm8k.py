@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from pathlib import Path
 
-from redraft.evaluate.source import Source
-from redraft.evaluate.tasks import Item
+from redraft.evaluate.base import Item
+from redraft.evaluate.source import Benchmark, Source
 
-SOURCE = Source("gsm8k_test.jsonl", "openai/gsm8k", "main", ("question", "answer"))
 INSTRUCTION = "Reason step by step, and put the final number in \\boxed{}."
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -23,30 +21,19 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _STATED = re.compile(r"\banswer(?:\b[^\n.:=]{0,80}?\bis\b\s*:?|\s*[:=])", re.IGNORECASE)
 
 
-class Gsm8k:
-    """Right when the stated number equals the reference's."""
+class Gsm8k(Benchmark):
+    """Right when the stated number equals the reference's: the text after the data set's mark `####`."""
 
     name = "gsm8k"
     description = "word problems of two to eight steps; the final number is graded"
+    source = Source("gsm8k_test.jsonl", "openai/gsm8k", "main", ("question", "answer"))
 
-    def __init__(self, data: Path | None = None) -> None:
-        self.data = data
-
-    def items(self, limit: int) -> list[Item]:
-        rows = SOURCE.rows(self.data, limit)
-        return [
-            Item(f"{self.name}/{i}", f"{row['question'].strip()}\n\n{INSTRUCTION}", reference(row["answer"]))
-            for i, row in enumerate(rows)
-        ]
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        return Item(id, f"{row['question'].strip()}\n\n{INSTRUCTION}", row["answer"].rpartition("####")[2].strip())
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         found = extract_number(answer)
         return found is not None and found == extract_number(item.expected)
-
-
-def reference(solution: str) -> str:
-    """The text after the data set's mark `####`."""
-    return solution.rpartition("####")[2].strip()
 
 
 def extract_number(answer: str) -> Fraction | None:

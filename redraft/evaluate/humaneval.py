@@ -10,14 +10,12 @@ import ast
 import re
 import textwrap
 import warnings
-from pathlib import Path
 
+from redraft.evaluate.base import Item
 from redraft.evaluate.sandbox import SandboxLimits, run_check
-from redraft.evaluate.source import Source
-from redraft.evaluate.tasks import Item
+from redraft.evaluate.source import Benchmark, Source
 
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-SOURCE = Source("HumanEval.jsonl.gz", "openai/openai_humaneval", None, FIELDS)
 INSTRUCTION = "Complete this Python function. Answer with the whole function in one Python code block."
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10, memory_bytes=2**30)
 
@@ -28,26 +26,16 @@ _STATEMENT = re.compile(
 )
 
 
-class HumanEval:
+class HumanEval(Benchmark):
     """Right when the problem's tests pass."""
 
     name = "humaneval"
     description = "Python functions from docstrings; unit tests in a sandbox decide"
+    source = Source("HumanEval.jsonl.gz", "openai/openai_humaneval", None, FIELDS)
 
-    def __init__(self, data: Path | None = None) -> None:
-        self.data = data
-
-    def items(self, limit: int) -> list[Item]:
-        rows = SOURCE.rows(self.data, limit)
-        return [
-            Item(
-                id=f"{self.name}/{i}",
-                prompt=f"{INSTRUCTION}\n\n```python\n{row['prompt'].rstrip()}\n```",
-                expected=row["canonical_solution"],
-                data=row,
-            )
-            for i, row in enumerate(rows)
-        ]
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        prompt = f"{INSTRUCTION}\n\n```python\n{row['prompt'].rstrip()}\n```"
+        return Item(id, prompt, row["canonical_solution"], row)
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         row = item.data

@@ -9,18 +9,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import select
-import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
+from functools import cached_property
+from subprocess import DEVNULL, PIPE, Popen
 
 from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.base import Item
 from redraft.evaluate.gsm8k import last_boxed
-from redraft.evaluate.source import Source
-from redraft.evaluate.tasks import Item
+from redraft.evaluate.source import Benchmark, Source
 
-SOURCE = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 START_SECONDS = 120.0  # imports sympy
 ANSWER_SECONDS = 20.0
@@ -41,29 +40,27 @@ for line in sys.stdin:
 """
 
 
-class Math500:
+class Math500(Benchmark):
     """Right when math-verify finds the boxed answer equal to the reference."""
 
     name = "math500"
     description = "competition mathematics; the final expression is compared by value"
+    source = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
 
-    def __init__(self, data: Path | None = None) -> None:
-        self.data = data
-        self._verifier: Verifier | None = None
+    @cached_property
+    def verifier(self) -> Verifier:
+        return Verifier()
 
     def items(self, limit: int) -> list[Item]:
         if importlib.util.find_spec("math_verify") is None:
             raise UsageError("task math500 needs the library math-verify; run pip install 'redraft[eval]'")
-        rows = SOURCE.rows(self.data, limit)
-        return [
-            Item(f"{self.name}/{i}", f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
-            for i, row in enumerate(rows)
-        ]
+        return super().items(limit)
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        return Item(id, f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        if self._verifier is None:
-            self._verifier = Verifier()
-        return self._verifier.equal(item.expected, answer)
+        return self.verifier.equal(item.expected, answer)
 
 
 class Verifier:
@@ -72,7 +69,7 @@ class Verifier:
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Popen[str] | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
         """Whether the result that `answer` states equals `reference`. The last box decides where there is one.
@@ -87,22 +84,16 @@ class Verifier:
             self._process = process if reply else None
         return reply == "true"
 
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            text=True,
-        )
+    def _start(self) -> Popen[str]:
+        command = [sys.executable, "-I", "-B", "-c", _WORKER]
+        process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env={}, text=True)
         weakref.finalize(self, _stop, process)
         if _read_line(process, START_SECONDS) != "ready":
             _stop(process)
             raise RedraftError("math-verify does not start; check it with python -c 'import math_verify'")
         return process
 
-    def _ask(self, process: subprocess.Popen[str], line: str) -> str:
+    def _ask(self, process: Popen[str], line: str) -> str:
         """The reply, or "" after stopping a process that gave none in time."""
         assert process.stdin is not None, "it is a pipe"
         try:
@@ -116,12 +107,12 @@ class Verifier:
         return reply
 
 
-def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
+def _read_line(process: Popen[str], seconds: float) -> str:
     assert process.stdout is not None, "it is a pipe"
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline().strip() if ready else ""
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: Popen[str]) -> None:
     process.kill()
     process.communicate()

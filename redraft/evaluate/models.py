@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from redraft.config import ModelConfig, QuantSpec, Tier, WeightFormat
-from redraft.engine.events import Result
 from redraft.evaluate.arms import Arm
 from redraft.evaluate.generate import TransformersEngine
+from redraft.evaluate.run import Side
 from redraft.network.weights import nbytes
 from redraft.store import compressed_tensors
 from redraft.store.names import expected_tensors, expert_names, layer_tensors, part_of, shared_tensors
@@ -28,15 +27,6 @@ from redraft.store.random import is_random, random_files, random_tokenizer, weig
 from redraft.store.read import CheckpointFiles, find_checkpoint, load_checkpoint, load_tokenizer, open_checkpoint
 
 WORKING_LOGITS = 16  # a pass has at most about so many fp32 copies of a canvas's logits at once
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An arm ready to answer: generate(prompt, seed=..., **settings). `weight_bytes` counts shared tensors too."""
-
-    generate: Callable[..., Result]
-    weight_bytes: int
-    about: dict[str, str]
 
 
 def checkpoint_files(model: str) -> CheckpointFiles:
@@ -60,15 +50,17 @@ class Models:
         self._tokenizers: dict[str, Any] = {}
         self._loaded: dict[tuple[str, WeightFormat | None, Tier | None], Any] = {}  # tier None: an engine
 
-    def open(self, arm: Arm) -> Opened:
+    def open(self, arm: Arm) -> Side:
         """Load what answers for an arm, or make it of what is loaded. Raises RedraftError."""
         if arm.runner == "engine":
             engine = self._engine(arm.model, arm.weights)
-            path = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-            return Opened(partial(engine.generate, tier=arm.tier), engine.weight_bytes, {"passes": path})
+            about = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
+            answer = partial(engine.generate_batch, tier=arm.tier)
+            return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": about})
         model = self._transformers(arm.model, arm.weights, arm.tier)
         wrapped = TransformersEngine(model, self._tokenizer(arm.model), self.files[arm.model].settings)
-        return Opened(wrapped.generate, model_bytes(model), _about(model))
+        size, how = model_bytes(model), _about(model)
+        return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=how)
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""
@@ -174,13 +166,10 @@ def model_bytes(model: Any) -> int:
 def _about(model: Any) -> dict[str, str]:
     from redraft.hf.experts import W4Experts
 
-    experts = model.model.decoder.layers[0].experts
-    if not isinstance(experts, W4Experts):
-        path = f"transformers' {model.config._experts_implementation}"
-    elif experts.repacked is None:
-        path = "torch's operations, dequantising one expert at a time"
-    else:
-        path = "Redraft's GPU kernels"
+    experts, path = model.model.decoder.layers[0].experts, f"transformers' {model.config._experts_implementation}"
+    if isinstance(experts, W4Experts):
+        stock = "torch's operations, dequantising one expert at a time"
+        path = stock if experts.repacked is None else "Redraft's GPU kernels"
     return {"experts": path, "attention": f"transformers' {model.config._attn_implementation}"}
 
 

@@ -1,36 +1,40 @@
-"""Evaluate an engine on tasks: answers, grades, figures and a file of results that survives an interruption.
+"""The harness: arms answer questions in turn, and every answer is graded and timed.
 
-Nothing here knows a model or a task: an engine answers prompts, a task gives items and grades answers.
+An evaluation is a comparison with one arm. Arms that are in memory together take turns: the first question goes to A
+then B, the next to B then A, so that a clock that drifts, or a machine that warms up, is no one's advantage. Every
+answer starts from the seed of its question.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from redraft.errors import RedraftError, UsageError
-from redraft.evaluate.statistics import percentile, wilson_interval
+import torch
+
+from redraft.bench.timing import peak_bytes, reset_peak, synchronize
+from redraft.evaluate.base import Question
 
 if TYPE_CHECKING:
     from redraft.engine.engine import Engine
     from redraft.engine.events import Result
-    from redraft.evaluate.tasks import Item, Task
+
+T = TypeVar("T")
+
+# Fields that a record takes from a result as they are.
+TAKEN = ("forwards", "tokens_per_forward", "steps_per_canvas", "finish_reason", "seed", "prompt_tokens", "canvases")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One graded answer.
+    """One graded answer of one arm.
 
-    `seconds` is the item's share of its batch's wall time, so that a sum is the time spent; `answer_seconds` is what
-    the answer took from request to end, in a batch as long as the batch.
+    `seconds` is the answer's share of its batch's wall time, so that a sum is the time spent. `answer_seconds` is what
+    it took from request to end: in an evaluation by the engine's clock, in a batch as long as the batch.
     """
 
     id: str
@@ -39,171 +43,108 @@ class Record:
     answer: str
     expected: str
     correct: bool
-    tokens: int
+    tokens: int  # padding inside an answer is no token, here and in tokens_per_forward
     forwards: int
-    tokens_per_forward: float  # padding inside an answer is no token here
+    tokens_per_forward: float
     steps_per_canvas: list[int]
     finish_reason: str
     seconds: float
     answer_seconds: float
     seed: int
+    # Of a comparison only; the one arm of an evaluation has no name.
+    arm: str = ""
+    turn: int = 0  # the how-manieth arm to answer this question
+    prompt_tokens: int = 0
+    canvases: int = 0
+    weight_bytes: int = 0
+    peak_bytes: int = 0  # on a GPU of this arm alone, weights included; on a CPU of the process so far
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a line in a file; those of an arm only where it has a name."""
+        kept = (f.name for f in dataclasses.fields(self) if self.arm or f.default is dataclasses.MISSING)
+        return {name: getattr(self, name) for name in kept}
 
 
-R = TypeVar("R", bound=Record)
+@dataclass(frozen=True)
+class Side:
+    """An arm that is in memory: `generate_batch(prompts, seed=seeds, **settings)`, as the engine has it.
+
+    weight_bytes: tensors shared with other arms too. kept_bytes: what stays allocated beside them once it has answered,
+    such as an arena and captured graphs. about: what runs its parts.
+    """
+
+    name: str
+    generate_batch: Callable[..., list[Result]]
+    device: torch.device
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    weight_bytes: int = 0
+    kept_bytes: int = 0
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def generate(self, questions: Sequence[Question], **changes: Any) -> list[Result]:
+        prompts, seeds = [q.item.prompt for q in questions], [q.seed for q in questions]
+        return self.generate_batch(prompts, seed=seeds, **{**self.settings, **changes})
+
+    def answer(self, questions: Sequence[Question], turn: int) -> Iterator[Record]:
+        """A record of each question, all of them asked in one batch."""
+        reset_peak(self.device)
+        before = allocated(self.device)
+        synchronize(self.device)
+        began = time.perf_counter()
+        results = self.generate(questions)
+        synchronize(self.device)
+        seconds = (time.perf_counter() - began) / len(questions)
+        peak = peak_bytes(self.device)
+        if self.device.type == "cuda":  # other arms' weights are no part of this one's peak
+            peak += self.weight_bytes + self.kept_bytes - before
+        endless = self.settings.get("eos_token_ids") == ()  # then all is noise, padding too
+        for question, result in zip(questions, results, strict=True):
+            task, item = question.task, question.item
+            yield Record(
+                id=item.id, task=task.name, prompt=item.prompt, answer=result.text, expected=item.expected,
+                correct=task.grade(item, result.text, ended=result.finish_reason == "stop"),
+                tokens=len(result.token_ids) if endless else result.tokens,
+                seconds=seconds, answer_seconds=seconds if self.name else result.seconds,
+                arm=self.name, turn=turn, weight_bytes=self.weight_bytes, peak_bytes=peak,
+                **{name: getattr(result, name) for name in TAKEN},
+            )  # fmt: skip
 
 
-def item_seed(seed: int, index: int) -> int:
-    """The seed of item `index`: the same whatever the batch size, the limit and the other items."""
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def allocated(device: torch.device) -> int:
+    """Bytes that torch holds on a GPU; 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def turns(arms: Sequence[T], index: int) -> list[T]:
+    """The order in which arms answer question `index`: A B C, then C B A, so that all have the same mean place."""
+    return list(arms) if index % 2 == 0 else list(reversed(arms))
+
+
+def answers(
+    sides: Sequence[Side], questions: Sequence[Question], done: Collection[tuple[str, str]], batch_size: int = 1
+) -> Iterator[Record]:
+    """Answer every question by every arm but for the (arm name, item id) in `done`.
+
+    A batch holds questions of one task. Arms take turns from batch to batch.
+    """
+    missing = {(side.name, q.item.id) for side in sides for q in questions} - set(done)
+    left = [(i, q) for i, q in enumerate(questions) if any((side.name, q.item.id) in missing for side in sides)]
+    for _, of_task in groupby(left, key=lambda each: each[1].task.name):
+        rest = list(of_task)
+        while rest:
+            batch, rest = rest[:batch_size], rest[batch_size:]
+            for turn, side in enumerate(turns(sides, batch[0][0])):
+                if asked := [q for _, q in batch if (side.name, q.item.id) in missing]:
+                    yield from side.answer(asked, turn)
 
 
 def evaluate(
     engine: Engine,
-    task: Task,
-    items: Sequence[Item],
+    questions: Sequence[Question],
     *,
-    seed: int = 0,
     batch_size: int = 1,
     settings: Mapping[str, Any] | None = None,
-    skip: Container[str] = (),
+    done: Collection[tuple[str, str]] = (),
 ) -> Iterator[Record]:
-    """Answer and grade `items` in order, a batch at a time; yields one record each, leaving out ids in `skip`."""
-    open_items = [(i, item) for i, item in enumerate(items) if item.id not in skip]
-    for start in range(0, len(open_items), batch_size):
-        batch = open_items[start : start + batch_size]
-        seeds = [item_seed(seed, i) for i, _ in batch]
-        began = time.perf_counter()
-        results = engine.generate_batch([item.prompt for _, item in batch], seed=seeds, **(settings or {}))
-        share = (time.perf_counter() - began) / len(batch)
-        for (_, item), result in zip(batch, results, strict=True):
-            yield Record(**graded(task, item, result), seconds=share, answer_seconds=result.seconds)
-
-
-def graded(task: Task, item: Item, result: Result) -> dict[str, Any]:
-    """A record's fields but for the times: the answer, its grade and what it cost."""
-    return {
-        "id": item.id,
-        "task": task.name,
-        "prompt": item.prompt,
-        "answer": result.text,
-        "expected": item.expected,
-        "correct": task.grade(item, result.text, ended=result.finish_reason == "stop"),
-        "tokens": result.tokens,
-        "forwards": result.forwards,
-        "tokens_per_forward": result.tokens_per_forward,
-        "steps_per_canvas": list(result.steps_per_canvas),
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-    }
-
-
-def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """Accuracy with its 95 % interval, speed and steps of at least one record, as a JSON-ready dict."""
-    correct, tokens = sum(r.correct for r in records), sum(r.tokens for r in records)
-    forwards, seconds = sum(r.forwards for r in records), sum(r.seconds for r in records)
-    steps = [s for r in records for s in r.steps_per_canvas]
-    return {
-        "items": len(records),
-        "correct": correct,
-        "accuracy": correct / len(records),
-        "interval": list(wilson_interval(correct, len(records))),
-        "tokens": tokens,
-        "forwards": forwards,
-        "tokens_per_forward": sum(r.tokens_per_forward * r.forwards for r in records) / forwards,
-        "tokens_per_second": tokens / seconds,
-        "steps_per_canvas": {
-            "mean": sum(steps) / len(steps),
-            "p50": percentile(steps, 50),
-            "p90": percentile(steps, 90),
-        },
-        "answer_seconds": {
-            "mean": sum(r.answer_seconds for r in records) / len(records),
-            "p50": percentile([r.answer_seconds for r in records], 50),
-            "p90": percentile([r.answer_seconds for r in records], 90),
-        },
-        "cut_off": sum(r.finish_reason == "length" for r in records),
-        "seconds": seconds,
-    }
-
-
-def run_id(description: Mapping[str, Any]) -> str:
-    """A short name of everything that decides a run's results, to keep records of different runs apart."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-class ResultsFile(Generic[R]):
-    """Per-item JSON lines of one kind of record. They gather in `<path>.part`, and take the final name at the end.
-
-    Opening it again after an interruption gives the records of the same run in `done`. Raises UsageError when `path`
-    is there already or `<path>.part` belongs to another run, RedraftError when a line of it is damaged.
-    """
-
-    def __init__(self, path: Path, run: str, kind: type[R]) -> None:
-        self.path = path
-        self.run = run
-        self.kind = kind
-        self.part = part_path(path)
-        check_target(path)
-        self.done: list[R] = self._read()
-        self._file = self.part.open("a", encoding="utf-8")
-
-    def append(self, record: R) -> None:
-        line = json.dumps({**dataclasses.asdict(record), "run": self.run}, ensure_ascii=False)
-        self._file.write(line + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        if error is None:
-            self.part.replace(self.path)
-
-    def _read(self) -> list[R]:
-        if not self.part.exists():
-            return []
-        data = self.part.read_bytes()
-        complete = data.rfind(b"\n") + 1
-        if complete < len(data):  # the line that was being written when the run ended
-            os.truncate(self.part, complete)
-        return read_results(self.part, self.run, self.kind)
-
-
-def read_results(path: Path, run: str, kind: type[R]) -> list[R]:
-    """The records of a results file. Raises UsageError for another run's, RedraftError for a damaged line."""
-    # Not splitlines(), which also cuts at line separators inside an answer.
-    lines = path.read_bytes().decode("utf-8", "replace").split("\n")
-    return [_parse(line, path, i, run, kind) for i, line in enumerate(lines, 1) if line]
-
-
-def _parse(line: str, path: Path, number: int, run: str, kind: type[R]) -> R:
-    try:
-        raw = json.loads(line)
-        found = raw.pop("run")
-        record = kind(**raw)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise RedraftError(f"{path}: line {number} is not a result; remove the file to start afresh") from None
-    if found != run:
-        raise UsageError(
-            f"{path} holds results of another model, seed, task or setting; remove it or choose another file"
-        )
-    return record
-
-
-def part_path(path: Path) -> Path:
-    """Where the results of an unfinished run are kept."""
-    return path.with_name(path.name + ".part")
-
-
-def check_target(path: Path) -> None:
-    """Raise UsageError unless results can be written to `path` without losing others."""
-    if path.exists():
-        raise UsageError(f"{path} already exists; remove it or choose another file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the directory {path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{path}: the directory {path.parent} is not writable")
+    """The answers of one engine, an arm without a name, to the questions that are not in `done`."""
+    return answers([Side("", engine.generate_batch, engine.device, settings or {})], questions, done, batch_size)

@@ -1,4 +1,4 @@
-"""Rows of a public benchmark: from a file in a directory, or by name from the hub."""
+"""A public benchmark: its rows from a file in a directory, or by name from the hub, and an item of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.base import Item
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,24 @@ class Source:
         if missing:
             raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
         return dict(row)
+
+
+class Benchmark:
+    """A task whose items are the rows of `source`, read from the directory `data` or from the hub."""
+
+    name: str
+    source: Source
+
+    def __init__(self, data: Path | None = None) -> None:
+        self.data = data
+
+    def items(self, limit: int) -> list[Item]:
+        rows = self.source.rows(self.data, limit)
+        return [self.item(f"{self.name}/{index}", row) for index, row in enumerate(rows)]
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        """What a row asks and expects."""
+        raise NotImplementedError
 
 
 def _read_lines(path: Path) -> Iterator[Any]:

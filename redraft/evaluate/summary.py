@@ -1,83 +1,98 @@
-"""The figures of a comparison, from its answers alone, as JSON-ready dicts."""
+"""The figures of an evaluation or a comparison, from its answers alone, as JSON-ready dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from redraft.evaluate.ab_run import AbRecord
-from redraft.evaluate.run import summarise
-from redraft.evaluate.statistics import mcnemar_p, percentile, rate_ratio
+from redraft.evaluate.run import Record
+from redraft.evaluate.statistics import mcnemar_p, percentile, rate_ratio, wilson_interval
 
 ALL = "all"  # tasks together
 
 
-def summarise_arms(records: Sequence[AbRecord], arms: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
-    """Figures by arm and task; with several tasks also over all of them."""
-    return {
-        arm: {task: arm_figures(_of(records, arm, task)) for task in _scopes(tasks)} for arm in arms
-    }  # fmt: skip
+def by_task(
+    records: Sequence[Record], tasks: Sequence[str], figures: Callable[[Sequence[Record]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Figures by task; with several tasks also over all of them."""
+    scopes = [*tasks, *([ALL] if len(tasks) > 1 else [])]
+    return {scope: figures([r for r in records if scope in (r.task, ALL)]) for scope in scopes}
 
 
-def compare_arms(records: Sequence[AbRecord], arms: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
+def compare_arms(records: Sequence[Record], arms: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
     """Every later arm against the first, question by question."""
-    return [
-        {
-            "baseline": arms[0],
-            "arm": arm,
-            "tasks": {
-                task: pair_figures(_of(records, arms[0], task), _of(records, arm, task)) for task in _scopes(tasks)
-            },
-        }
-        for arm in arms[1:]
-    ]
+
+    def against_first(arm: str) -> dict[str, Any]:
+        return by_task(records, tasks, lambda both: pair_figures(_of(both, arms[0]), _of(both, arm)))
+
+    return [{"baseline": arms[0], "arm": arm, "tasks": against_first(arm)} for arm in arms[1:]]
 
 
-def _scopes(tasks: Sequence[str]) -> list[str]:
-    return [*tasks, *([ALL] if len(tasks) > 1 else [])]
-
-
-def _of(records: Sequence[AbRecord], arm: str, task: str) -> list[AbRecord]:
+def _of(records: Sequence[Record], arm: str) -> list[Record]:
     """An arm's answers in the order of their questions."""
-    chosen = [r for r in records if r.arm == arm and task in (r.task, ALL)]
-    return sorted(chosen, key=lambda r: r.id)
+    return sorted((r for r in records if r.arm == arm), key=lambda r: r.id)
 
 
-def arm_figures(records: Sequence[AbRecord]) -> dict[str, Any]:
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """Accuracy with its 95 % interval, speed and steps of at least one record."""
+    correct, tokens = sum(r.correct for r in records), sum(r.tokens for r in records)
+    forwards, seconds = sum(r.forwards for r in records), sum(r.seconds for r in records)
+    return {
+        "items": len(records),
+        "correct": correct,
+        "accuracy": correct / len(records),
+        "interval": list(wilson_interval(correct, len(records))),
+        "tokens": tokens,
+        "forwards": forwards,
+        "tokens_per_forward": sum(r.tokens_per_forward * r.forwards for r in records) / forwards,
+        "tokens_per_second": tokens / seconds,
+        "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas], 50, 90),
+        "answer_seconds": _spread([r.answer_seconds for r in records], 50, 90),
+        "cut_off": sum(r.finish_reason == "length" for r in records),
+        "seconds": seconds,
+    }
+
+
+def arm_figures(records: Sequence[Record]) -> dict[str, Any]:
     """What `redraft eval` gives, and what only one answer at a time can tell."""
     figures = summarise(records)
     return {
         **figures,
-        "request_tokens_per_second": sum(r.tokens / r.seconds for r in records) / len(records),
+        "request_tokens_per_second": _mean_rate(records),
         "seconds_per_forward": figures["seconds"] / figures["forwards"],
         "canvases": sum(r.canvases for r in records),
         "answer_tokens": _spread([r.tokens for r in records]),
         "answer_seconds": _spread([r.seconds for r in records]),
         "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas]),
         "empty": sum(not r.answer.strip() for r in records),
-        "prompt_tokens": sum(r.prompt_tokens for r in records) / len(records),
+        "prompt_tokens": _mean([r.prompt_tokens for r in records]),
         "weight_bytes": max(r.weight_bytes for r in records),
         "peak_bytes": max(r.peak_bytes for r in records),
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": sum(values) / len(values), **{f"p{q}": percentile(values, q) for q in (10, 50, 90, 99)}}
+def _spread(values: Sequence[float], *percents: int) -> dict[str, float]:
+    return {"mean": _mean(values), **{f"p{q}": percentile(values, q) for q in percents or (10, 50, 90, 99)}}
 
 
-def pair_figures(baseline: Sequence[AbRecord], other: Sequence[AbRecord]) -> dict[str, Any]:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def pair_figures(baseline: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
     """Two arms on the same questions: verdicts, agreement, and how many times as fast the other is."""
     pairs = list(zip(baseline, other, strict=True))
-    only_baseline = sum(a.correct and not b.correct for a, b in pairs)
-    only_other = sum(b.correct and not a.correct for a, b in pairs)
+    verdicts = Counter((a.correct, b.correct) for a, b in pairs)
+    only_baseline, only_other = verdicts[True, False], verdicts[False, True]
     work = [[(float(r.tokens), r.seconds) for r in side] for side in (baseline, other)]
     passes = [[(float(r.forwards), r.seconds) for r in side] for side in (baseline, other)]
     return {
         "items": len(pairs),
-        "both_right": sum(a.correct and b.correct for a, b in pairs),
+        "both_right": verdicts[True, True],
         "only_baseline_right": only_baseline,
         "only_arm_right": only_other,
-        "both_wrong": sum(not a.correct and not b.correct for a, b in pairs),
+        "both_wrong": verdicts[False, False],
         "accuracy_difference": (only_other - only_baseline) / len(pairs),
         "mcnemar_p": mcnemar_p(only_baseline, only_other),
         "same_verdict": 1 - (only_baseline + only_other) / len(pairs),
@@ -89,8 +104,8 @@ def pair_figures(baseline: Sequence[AbRecord], other: Sequence[AbRecord]) -> dic
     }
 
 
-def _mean_rate(records: Sequence[AbRecord]) -> float:
-    return sum(r.tokens / r.seconds for r in records) / len(records)
+def _mean_rate(records: Sequence[Record]) -> float:
+    return _mean([r.tokens / r.seconds for r in records])
 
 
 def _ratio(baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> dict[str, Any] | None:

@@ -1,43 +1,41 @@
-"""Tasks by name: what an item is, what a task does, and which tasks there are."""
+"""Tasks by name: benchmarks, the demo tasks, and stand-ins for models that understand none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import random
+import string
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from redraft.errors import UsageError
+from redraft.evaluate.base import Item, Task
 
 if TYPE_CHECKING:
     from redraft.demo import tasks as demo
 
-NAMES = ("gsm8k", "humaneval", "math500", "everyday")
+# The module of each benchmark and its class, made of the directory with its files; imported when it is asked for.
+BENCHMARKS = {"gsm8k": "Gsm8k", "humaneval": "HumanEval", "math500": "Math500", "everyday": "Everyday"}
+NAMES = tuple(BENCHMARKS)
+# Mean characters of the public prompts with their instruction, over 4 characters a token; here a letter is a token.
+STAND_IN_LENGTHS = {"gsm8k": 75, "humaneval": 138, "math500": 64}
 
 
-@dataclass(frozen=True)
-class Item:
-    """One prompt, sent as a single user turn. `expected` is the reference answer; `data` is for the task's grader."""
+def select_tasks(spec: str, data: Path | None = None) -> dict[str, Task]:
+    """The tasks that a name, `demo:<name>` or `demo:all` stands for, by name.
 
-    id: str
-    prompt: str
-    expected: str
-    data: Any = None
+    data: the directory that benchmark files are read from; without it they come from the hub. Raises UsageError listing
+    the names there are.
+    """
+    from redraft.demo.tasks import TASKS as DEMO
 
-
-class Task(Protocol):
-    """Items and a grader. Both depend on nothing but the task."""
-
-    name: str
-    description: str
-
-    def items(self, limit: int) -> Sequence[Item]:
-        """The first `limit` items, or all if there are fewer. Raises UsageError when they cannot be read."""
-        ...
-
-    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        """Whether `answer` is right. ended: the model closed it, the token limit did not cut it. Never raises."""
-        ...
+    suite, _, name = spec.partition(":")
+    if suite == "demo" and name in (*DEMO, "all"):
+        return {n: DemoTask(DEMO[n]) for n in (DEMO if name == "all" else (name,))}
+    if spec in BENCHMARKS:
+        return {spec: getattr(import_module(f"redraft.evaluate.{spec}"), BENCHMARKS[spec])(data)}
+    known = (*NAMES, *(f"demo:{n}" for n in (*DEMO, "all")))
+    raise UsageError(f"task is {spec!r}, expected one of {', '.join(known)}")
 
 
 class DemoTask:
@@ -59,30 +57,18 @@ class DemoTask:
         return self.task.grade(item.data, answer)
 
 
-def select_tasks(spec: str, data: Path | None = None) -> dict[str, Task]:
-    """The tasks that a name, `demo:<name>` or `demo:all` stands for, by name.
+class StandIn:
+    """A benchmark's place for random weights: letters as long as its mean prompt. No answer to it is right."""
 
-    data: the directory that benchmark files are read from; without it they come from the hub. Raises UsageError listing
-    the names there are.
-    """
-    from redraft.demo.tasks import TASKS as DEMO
+    description = "random letters as long as the benchmark's mean prompt"
 
-    suite, _, name = spec.partition(":")
-    if suite == "demo" and name in (*DEMO, "all"):
-        return {n: DemoTask(DEMO[n]) for n in (DEMO if name == "all" else (name,))}
-    if spec in NAMES:
-        return {spec: _benchmark(spec, data)}
-    known = (*NAMES, *(f"demo:{n}" for n in (*DEMO, "all")))
-    raise UsageError(f"task is {spec!r}, expected one of {', '.join(known)}")
+    def __init__(self, name: str) -> None:
+        self.name = name
 
+    def items(self, limit: int) -> list[Item]:
+        draw = random.Random(self.name)
+        texts = ("".join(draw.choices(string.ascii_lowercase, k=STAND_IN_LENGTHS[self.name])) for _ in range(limit))
+        return [Item(f"{self.name}/{i}", text, "") for i, text in enumerate(texts)]
 
-def _benchmark(name: str, data: Path | None) -> Task:
-    from redraft.evaluate.everyday import Everyday
-    from redraft.evaluate.gsm8k import Gsm8k
-    from redraft.evaluate.humaneval import HumanEval
-    from redraft.evaluate.math500 import Math500
-
-    if name == "everyday":
-        return Everyday()
-    benchmarks: dict[str, Callable[[Path | None], Task]] = {"gsm8k": Gsm8k, "humaneval": HumanEval, "math500": Math500}
-    return benchmarks[name](data)
+    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
+        return False

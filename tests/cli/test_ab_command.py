@@ -49,11 +49,7 @@ def test_a_full_report(run: Run, tmp_path: Path) -> None:
     assert "holds another comparison: seed is 0 there and 1 now" in changed.err
 
 
-def test_interrupted_in_place_on_random_weights(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interrupted_in_place_on_random_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "ab"
     args = ("ab", "random:tiny", "--tasks", "gsm8k", "--limit", "2", "--fixed-steps", "3", "--in-place")
     whole, calls = TransformersEngine.generate, []
@@ -97,11 +93,7 @@ def test_tiers_beside_stock_on_a_gpu(run: Run, tmp_path: Path) -> None:
     assert results["w4-off"]["weight_bytes"] < results["bf16"]["weight_bytes"]
 
 
-def test_arms_that_do_not_fit_say_so(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arms_that_do_not_fit_say_so(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redraft.evaluate.comparison.free_memory", lambda device: 1_000_000)
     args = ("ab", "random:tiny", "--tasks", "everyday", "--limit", "1", "--fixed-steps", "1")
     outcome = run(*args, "--out", str(tmp_path / "ab"))

@@ -11,6 +11,7 @@ from cli.fake_engine import FakeEngine
 
 from redraft.demo.tasks import TASKS
 
+EDIT = ("eval", "demo", "--task", "demo:edit")
 ITEMS = TASKS["edit"].heldout_items(4)
 WRONG = ITEMS[2].prompt
 
@@ -24,7 +25,7 @@ def scholar(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 def test_report(run: Run, scholar: FakeEngine) -> None:
-    outcome = run("eval", "demo", "--task", "demo:edit", "--limit", "4", "--seed", "3", "--batch-size", "3", "--json")
+    outcome = run(*EDIT, "--limit", "4", "--seed", "3", "--batch-size", "3", "--json")
     assert outcome.err == ""
     report = json.loads(outcome.out.splitlines()[-1])
     edit = report["tasks"]["edit"]
@@ -42,7 +43,7 @@ def test_report(run: Run, scholar: FakeEngine) -> None:
 
 
 def test_table(run: Run, scholar: FakeEngine) -> None:
-    lines = run("eval", "demo", "--task", "demo:edit", "--limit", "4").out.splitlines()
+    lines = run(*EDIT, "--limit", "4").out.splitlines()
     assert lines[0].split("  ")[0] == "task"
     assert lines[1].startswith("edit  3/4      75.0 %    30.1 to 95.4")
     assert "2.0 / 2 / 2" in lines[1]
@@ -58,7 +59,7 @@ def test_all_tasks_are_summed(run: Run, engine: FakeEngine) -> None:
 @pytest.mark.parametrize(("tier", "sizes"), [("turbo", [4]), ("bitexact", [1, 1, 1, 1])])
 def test_default_batch_size_follows_the_tier(run: Run, scholar: FakeEngine, tier: str, sizes: list[int]) -> None:
     scholar.tier = tier
-    run("eval", "demo", "--task", "demo:edit", "--limit", "4")
+    run(*EDIT, "--limit", "4")
     assert scholar.batches == sizes
 
 
@@ -66,7 +67,7 @@ def test_an_interrupted_run_resumes(
     run: Run, scholar: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "edit.jsonl"
-    args = ("eval", "demo", "--task", "demo:edit", "--limit", "4", "--batch-size", "1", "--out", str(out), "--json")
+    args = (*EDIT, "--limit", "4", "--batch-size", "1", "--out", str(out), "--json")
     whole = FakeEngine.generate_batch
     monkeypatch.setattr(
         scholar, "generate_batch", lambda p, **k: _interrupt() if WRONG in p else whole(scholar, p, **k)
@@ -87,10 +88,8 @@ def test_an_interrupted_run_resumes(
     assert [p.name for p in tmp_path.iterdir()] == ["edit.jsonl"]
 
     third = run(*args)
-    assert (third.code, third.err) == (
-        2,
-        f"redraft: error: {out} already exists; remove it or choose another file\n",
-    )
+    refusal = f"redraft: error: {out} already exists; remove it or choose another file\n"
+    assert (third.code, third.err) == (2, refusal)
 
 
 def _interrupt() -> None:
@@ -99,13 +98,13 @@ def _interrupt() -> None:
 
 def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
-    run("eval", "demo", "--task", "demo:edit", "--limit", "2", "--out", str(out))
+    run(*EDIT, "--limit", "2", "--out", str(out))
     out.rename(tmp_path / "r.jsonl.part")
     for changed in (("--limit", "3"), ("--limit", "2", "--seed", "1"), ("--limit", "2", "--steps", "3")):
-        outcome = run("eval", "demo", "--task", "demo:edit", "--out", str(out), *changed)
+        outcome = run(*EDIT, "--out", str(out), *changed)
         assert outcome.code == 2
         assert "r.jsonl.part holds results of another model, seed, task or setting" in outcome.err
-    same = run("eval", "demo", "--task", "demo:edit", "--limit", "2", "--batch-size", "1", "--out", str(out))
+    same = run(*EDIT, "--limit", "2", "--batch-size", "1", "--out", str(out))
     assert same.code == 0
 
 
@@ -116,7 +115,7 @@ def test_more_items_than_a_task_has_is_a_usage_error(
         raise ValueError("task edit has only 9 held-out prompts, 10 asked for")
 
     monkeypatch.setattr(TASKS["edit"], "heldout_items", few)
-    outcome = run("eval", "demo", "--task", "demo:edit", "--limit", "10")
+    outcome = run(*EDIT, "--limit", "10")
     assert (outcome.code, outcome.err) == (
         2,
         "redraft: error: task edit has only 9 held-out prompts, 10 asked for\n",
@@ -124,7 +123,7 @@ def test_more_items_than_a_task_has_is_a_usage_error(
 
 
 def test_an_unwritable_target_is_refused_before_loading(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
-    outcome = run("eval", "demo", "--task", "demo:edit", "--out", str(tmp_path / "no" / "r.jsonl"))
+    outcome = run(*EDIT, "--out", str(tmp_path / "no" / "r.jsonl"))
     assert (outcome.code, engine.prompts) == (2, [])
     assert outcome.err.endswith(f"the directory {tmp_path / 'no'} does not exist\n")
 

@@ -11,78 +11,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.evaluate.base import Item
 from redraft.evaluate.gsm8k import Gsm8k, extract_number, last_boxed
-from redraft.evaluate.tasks import Item
 
 RIGHT_1200 = [
-    "Ann earns 3 * 400 = 1200.\n\n\\boxed{1200}",
-    "\\boxed{1,200}",
-    "\\boxed{1{,}200}",
-    "\\boxed{1\\,200}",
-    "\\boxed{\\$1,200.00}",
-    "\\boxed{ 1200 \\text{ dollars} }",
-    "\\boxed{3 \\times 400 = 1200}",
-    "$\\boxed{\\text{Total} = \\$1200}$",
-    "It is \\boxed{7}. No, wait: \\boxed{1200}. I used 7 steps.",
-    "3 * 400 = 1200\n#### 1,200",
-    "#### $1200.",
-    "The answer is 1200.",
-    "The answer is $1,200. She started with 5.",
-    "**Answer:** 1,200 dollars a year (12 months)",
-    "The final answer is: **$1200.00**",
-    "So the answer to the question is 3 * 400 = 1,200 dollars.",
-    "Altogether that makes 1200.",
-    "She pays 3 * 400, that is $1,200 in all!",
-    "2400/2",
-    "\\boxed{\\frac{2400}{2}}",
-    "The answer is 1200, not 1300.",
-]
+    "Ann earns 3 * 400 = 1200.\n\n\\boxed{1200}", "\\boxed{1,200}", "\\boxed{1{,}200}", "\\boxed{1\\,200}",
+    "\\boxed{\\$1,200.00}", "\\boxed{ 1200 \\text{ dollars} }", "\\boxed{3 \\times 400 = 1200}",
+    "$\\boxed{\\text{Total} = \\$1200}$", "It is \\boxed{7}. No, wait: \\boxed{1200}. I used 7 steps.",
+    "3 * 400 = 1200\n#### 1,200", "#### $1200.", "The answer is 1200.", "The answer is $1,200. She started with 5.",
+    "**Answer:** 1,200 dollars a year (12 months)", "The final answer is: **$1200.00**",
+    "So the answer to the question is 3 * 400 = 1,200 dollars.", "Altogether that makes 1200.",
+    "She pays 3 * 400, that is $1,200 in all!", "2400/2", "\\boxed{\\frac{2400}{2}}", "The answer is 1200, not 1300.",
+]  # fmt: skip
+WRONG_1200 = [
+    "\\boxed{120}", "\\boxed{-1200}", "\\boxed{1200.5}", "It is 1200. \\boxed{1201}", "1200\n#### 12",
+    "The answer is 12.", "1200 minus 200 makes 1000", "twelve hundred", "", "\\boxed{}", "The answer is x1200",
+    "12000", "1200/0.5",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", RIGHT_1200)
-def test_right_answers(answer: str) -> None:
-    assert extract_number(answer) == 1200
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "\\boxed{120}",
-        "\\boxed{-1200}",
-        "\\boxed{1200.5}",
-        "It is 1200. \\boxed{1201}",
-        "1200\n#### 12",
-        "The answer is 12.",
-        "1200 minus 200 makes 1000",
-        "twelve hundred",
-        "",
-        "\\boxed{}",
-        "The answer is x1200",
-        "12000",
-        "1200/0.5",
-    ],
-)
-def test_wrong_answers(answer: str) -> None:
-    assert extract_number(answer) != 1200
+@pytest.mark.parametrize(("answer", "right"), [*((a, True) for a in RIGHT_1200), *((a, False) for a in WRONG_1200)])
+def test_answers_to_a_question_with_1200(answer: str, right: bool) -> None:
+    assert (extract_number(answer) == 1200) is right
 
 
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
-        ("-3", -3),
-        ("It fell to −10 degrees", -10),
-        ("-$5", -5),
-        ("a 10-year plan", 10),
-        ("10-3", 3),
-        (".5 litres", Fraction(1, 2)),
-        ("0.25", Fraction(1, 4)),
-        ("3/4", Fraction(3, 4)),
-        ("100,000,000", 10**8),
-        ("45%", 45),
-        ("1,2,3", 3),
-        ("5/0", 5),
+        ("-3", -3), ("It fell to −10 degrees", -10), ("-$5", -5), ("a 10-year plan", 10), ("10-3", 3),
+        (".5 litres", Fraction(1, 2)), ("0.25", Fraction(1, 4)), ("3/4", Fraction(3, 4)), ("100,000,000", 10**8),
+        ("45%", 45), ("1,2,3", 3), ("5/0", 5),
     ],
-)
+)  # fmt: skip
 def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
     assert extract_number(answer) == value
 
@@ -90,17 +50,11 @@ def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
 @pytest.mark.parametrize(
     ("text", "inner"),
     [
-        ("\\boxed{a{b}c} d", "a{b}c"),
-        ("\\boxed{1} \\boxed{2}", "2"),
-        ("\\boxed{1} \\boxed{2", "1"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
-        ("\\boxed {3}", "3"),
-        ("}} {\\boxed{4}", "4"),
-        ("boxed{5}", None),
-        ("\\boxed{" * 5000, None),
+        ("\\boxed{a{b}c} d", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1} \\boxed{2", "1"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"), ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
+        ("\\boxed {3}", "3"), ("}} {\\boxed{4}", "4"), ("boxed{5}", None), ("\\boxed{" * 5000, None),
     ],
-)
+)  # fmt: skip
 def test_last_boxed(text: str, inner: str | None) -> None:
     assert last_boxed(text) == inner
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.evaluate.base import Item
 from redraft.evaluate.humaneval import HumanEval, assemble
-from redraft.evaluate.tasks import Item
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits as on Linux")
 

@@ -20,45 +20,28 @@ def verifier() -> Iterator[Verifier]:
     yield Verifier(seconds=5.0)
 
 
-@pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("\\frac{14}{3}", "So it is \\boxed{\\frac{14}{3}}."),
-        ("\\frac{14}{3}", "\\boxed{14/3}"),
-        ("\\frac{14}{3}", "\\boxed{\\dfrac{28}{6}}"),
-        ("\\frac12", "The result is \\boxed{0.5}"),
-        ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
-        ("p - q", "\\boxed{-q + p}"),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(3, \\pi/2)}"),
-        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}"),
-        ("90^\\circ", "\\boxed{90}"),
-        ("10,000", "\\boxed{10000}"),
-        ("5", "First \\boxed{4}. I made a mistake: \\boxed{5}"),
-        ("5", "The answer is $5$."),
-        ("[2,5)", "\\boxed{[2, 5)}"),
-    ],
-)
-def test_right_answers(verifier: Verifier, reference: str, answer: str) -> None:
-    assert verifier.equal(reference, answer)
+RIGHT = [
+    ("\\frac{14}{3}", "So it is \\boxed{\\frac{14}{3}}."), ("\\frac{14}{3}", "\\boxed{14/3}"),
+    ("\\frac{14}{3}", "\\boxed{\\dfrac{28}{6}}"), ("\\frac12", "The result is \\boxed{0.5}"),
+    ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"), ("p - q", "\\boxed{-q + p}"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(3, \\pi/2)}"), ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}"),
+    ("90^\\circ", "\\boxed{90}"), ("10,000", "\\boxed{10000}"),
+    ("5", "First \\boxed{4}. I made a mistake: \\boxed{5}"), ("5", "The answer is $5$."),
+    ("[2,5)", "\\boxed{[2, 5)}"),
+]  # fmt: skip
+WRONG = [
+    ("\\frac{14}{3}", "\\boxed{\\frac{3}{14}}"), ("\\frac{14}{3}", "\\boxed{4.67}"), ("p - q", "\\boxed{q - p}"),
+    ("5", "First \\boxed{5}. No: \\boxed{4}"), ("[2,5)", "\\boxed{[2, 5]}"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(\\pi/2, 3)}"), ("\\text{Evelyn}", "\\boxed{\\text{Angela}}"),
+    ("5", ""), ("5", "\\boxed{}"), ("5", "(" * 5000),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("\\frac{14}{3}", "\\boxed{\\frac{3}{14}}"),
-        ("\\frac{14}{3}", "\\boxed{4.67}"),
-        ("p - q", "\\boxed{q - p}"),
-        ("5", "First \\boxed{5}. No: \\boxed{4}"),
-        ("[2,5)", "\\boxed{[2, 5]}"),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(\\pi/2, 3)}"),
-        ("\\text{Evelyn}", "\\boxed{\\text{Angela}}"),
-        ("5", ""),
-        ("5", "\\boxed{}"),
-        ("5", "(" * 5000),
-    ],
+    ("reference", "answer", "right"), [*((*pair, True) for pair in RIGHT), *((*pair, False) for pair in WRONG)]
 )
-def test_wrong_answers(verifier: Verifier, reference: str, answer: str) -> None:
-    assert not verifier.equal(reference, answer)
+def test_answers(verifier: Verifier, reference: str, answer: str, right: bool) -> None:
+    assert verifier.equal(reference, answer) is right
 
 
 def test_an_endless_comparison_is_stopped_and_the_next_answer_is_graded() -> None:

@@ -17,10 +17,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits
 DOUBLE = [((1,), 2), ((21,), 42)]
 
 
+def double(body: str = "pass", limits: SandboxLimits | None = None) -> SandboxResult:
+    """The verdict on a right function that first runs `body`, one line."""
+    return run_function(f"def f(x):\n    {body}\n    return x * 2", "f", DOUBLE, limits)
+
+
 def test_right_answer_passes() -> None:
-    result = run_function("def f(x):\n    return x * 2", "f", DOUBLE)
-    assert result.passed
-    assert result.reason == "passed"
+    result = double()
+    assert (result.passed, result.reason) == (True, "passed")
     assert 0 < result.seconds < 5
 
 
@@ -51,51 +55,40 @@ def test_no_cases_is_an_error() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "open('/etc/passwd').read()",
-        "__import__('io').open('/etc/passwd').read()",
-        "__import__('os').system('true')",
-        "__import__('os').fork()",
-        "__import__('posix').fork()",
-        "__import__('subprocess').run(['true'])",
-        "__import__('socket').create_connection(('127.0.0.1', 9))",
-        "__import__('ctypes').CDLL(None)",
-        "__import__('_thread').start_new_thread(print, ())",
-        "__import__('_io').open('/etc/passwd').read()",
+        "open('/etc/passwd').read()", "__import__('io').open('/etc/passwd').read()", "__import__('os').system('true')",
+        "__import__('os').fork()", "__import__('posix').fork()", "__import__('subprocess').run(['true'])",
+        "__import__('socket').create_connection(('127.0.0.1', 9))", "__import__('ctypes').CDLL(None)",
+        "__import__('_thread').start_new_thread(print, ())", "__import__('_io').open('/etc/passwd').read()",
     ],
-)
+)  # fmt: skip
 def test_forbidden_actions_are_refused(body: str) -> None:
-    result = run_function(f"def f(x):\n    {body}\n    return x * 2", "f", DOUBLE)
+    result = double(body)
     assert not result.passed
     assert "Error" in result.reason
 
 
 def test_nothing_is_written_outside(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    attempts = [
-        f"open({str(target)!r}, 'w').write('x')",
-        f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO'][0]({str(target)!r}, 'w')",
-    ]
-    for attempt in attempts:
-        assert not run_function(f"def f(x):\n    {attempt}\n    return x * 2", "f", DOUBLE).passed
+    assert not double(f"open({str(target)!r}, 'w').write('x')").passed
+    kind = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO'][0]"
+    assert not double(f"{kind}({str(target)!r}, 'w')").passed
     assert not target.exists()
 
 
 def test_infinite_loop_is_stopped() -> None:
     started = time.monotonic()
-    result = run_function("def f(x):\n    while True: pass", "f", DOUBLE, SandboxLimits(wall_seconds=1.0))
-    assert not result.passed
+    assert not double("while True: pass", SandboxLimits(wall_seconds=1.0)).passed
     assert time.monotonic() - started < 4
 
 
 def test_cpu_limit_is_enforced() -> None:
-    result = run_function("def f(x):\n    while True: pass", "f", DOUBLE, SandboxLimits(wall_seconds=20, cpu_seconds=1))
+    result = double("while True: pass", SandboxLimits(wall_seconds=20, cpu_seconds=1))
     assert not result.passed
     assert "status" in result.reason
 
 
 def test_memory_bomb_is_stopped() -> None:
-    result = run_function("def f(x):\n    return len('a' * 10**10)", "f", DOUBLE)
-    assert "MemoryError" in result.reason
+    assert "MemoryError" in double("return len('a' * 10**10)").reason
 
 
 @pytest.mark.parametrize(
@@ -114,8 +107,7 @@ def test_faked_passes_do_not_count(source: str) -> None:
 
 
 def test_huge_output_is_bounded() -> None:
-    result = run_function("def f(x):\n    return 'a' * 50_000_000", "f", DOUBLE)
-    assert not result.passed
+    assert not double("return 'a' * 50_000_000").passed
 
 
 # ------------------------------------------------------------------------------------- a test in a process of its own
@@ -217,23 +209,12 @@ def test_a_pass_cannot_be_faked(source: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "open('/etc/passwd')",
-        "os['open']('/etc/passwd', 0)",
-        "os['listdir']('/')",
-        "os['system']('true')",
-        "os['fork']()",
-        "os['execv']('/bin/true', ['true'])",
-        "os['posix_spawn']('/bin/true', ['true'], {})",
-        "os['kill'](os['getppid'](), 9)",
-        "os['pipe']()",
-        "os['dup'](1)",
-        "__import__('socket').socket()",
-        "__import__('ctypes')",
-        "__import__('threading')",
-        "__import__('signal')",
-        "__import__('sys').modules['os']",
+        "open('/etc/passwd')", "os['open']('/etc/passwd', 0)", "os['listdir']('/')", "os['system']('true')",
+        "os['fork']()", "os['execv']('/bin/true', ['true'])", "os['posix_spawn']('/bin/true', ['true'], {})",
+        "os['kill'](os['getppid'](), 9)", "os['pipe']()", "os['dup'](1)", "__import__('socket').socket()",
+        "__import__('ctypes')", "__import__('threading')", "__import__('signal')", "__import__('sys').modules['os']",
     ],
-)
+)  # fmt: skip
 def test_a_checked_function_reaches_nothing(body: str) -> None:
     result = attack(body)
     assert not result.passed

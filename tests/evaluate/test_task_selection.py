@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,11 +98,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         SOURCE.rows(tmp_path, 9)
 
 
+def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    """Take the place of the library datasets."""
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+
+
 def test_without_a_directory_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = ModuleType("datasets")
-    asked = []
-    hub.load_dataset = lambda *args, **kwargs: asked.append((args, kwargs)) or [{"question": "a"}, {"question": "b"}]  # type: ignore[attr-defined,func-returns-value]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+    asked: list[object] = []
+    hub(monkeypatch, lambda *args, **kwargs: asked.append((args, kwargs)) or [{"question": "a"}, {"question": "b"}])
     assert SOURCE.rows(None, 1) == [{"question": "a"}]
     assert asked == [(("owner/rows", "main"), {"split": "test"})]
 
@@ -109,9 +114,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object, **kwargs: object) -> None:
         raise ConnectionError("no route")
 
-    hub = ModuleType("datasets")
-    hub.load_dataset = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+    hub(monkeypatch, fail)
     message = r"owner/rows could not be loaded from the hub \(ConnectionError: no route\); give --data DIR"
     with pytest.raises(RedraftError, match=message):
         SOURCE.rows(None, 1)

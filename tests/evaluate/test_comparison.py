@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from evaluate.test_run import Echo
+from evaluate.answers import Echo
 
 from redraft.config import DecodeSettings
 from redraft.engine.events import Result
-from redraft.errors import RedraftError, UsageError
-from redraft.evaluate.ab_run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups, turns
+from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
-from redraft.evaluate.models import Opened
-from redraft.evaluate.run import item_seed
+from redraft.evaluate.base import ask, item_seed
+from redraft.evaluate.comparison import answer_all, arm_settings, fingerprint, groups
+from redraft.evaluate.results import Folder
+from redraft.evaluate.run import Record, Side
 
 ARMS = [arm.resolved(False) for arm in parse_arms("bf16,w4,turbo", "demo")]
 QUESTIONS = ask([Echo()], 3, seed=5)
@@ -36,38 +36,32 @@ class FakeModels:
         self.closed = 0
         self.fail_at = fail_at
 
-    def open(self, arm: Arm) -> Opened:
+    def open(self, arm: Arm) -> Side:
         self.opened.append(arm.name)
 
-        def generate(prompt: str, *, seed: int, **settings: Any) -> Result:
+        def generate_batch(prompts: Sequence[str], *, seed: Sequence[int], **settings: Any) -> list[Result]:
+            (prompt,), (one,) = prompts, seed
             if len(self.diary) == self.fail_at:
                 raise KeyboardInterrupt
             if settings["max_new_tokens"] == 1:
                 self.started.append((arm.name, prompt, settings["max_denoising_steps"]))
             else:
-                self.diary.append((arm.name, prompt, seed))
+                self.diary.append((arm.name, prompt, one))
             text = f"You said: {prompt}\u2028."  # a separator that splitlines() would cut at
-            return Result([5, 6], 2, 7, [4], 0.1, "stop", seed, 0, text=text)
+            return [Result([5, 6], 2, 7, [4], 0.1, "stop", one, 0, text=text)]
 
-        return Opened(generate, 100, {"experts": arm.name})
+        return Side(arm.name, generate_batch, self.device, weight_bytes=100)
 
     def close(self, following: Sequence[Arm]) -> None:
         self.closed += 1
 
 
-def run(models: FakeModels, grouped: list[list[Arm]], done: set[tuple[str, str]] | None = None) -> list[AbRecord]:
+def run(models: FakeModels, grouped: list[list[Arm]], done: set[tuple[str, str]] | None = None) -> list[Record]:
     told: list[str] = []
-    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda arm, how: told.append(arm.name))  # type: ignore[arg-type]
+    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda side: told.append(side.name))  # type: ignore[arg-type]
     result = list(records)
     assert sorted(told) == sorted(models.opened)
     return result
-
-
-def test_turns_alternate_so_that_places_balance() -> None:
-    orders = [[arm.name for arm in turns(ARMS, i)] for i in range(4)]
-    assert orders == [["bf16", "w4", "turbo"], ["turbo", "w4", "bf16"]] * 2
-    places = {arm.name: sum(order.index(arm.name) for order in orders) for arm in ARMS}
-    assert len(set(places.values())) == 1
 
 
 def test_arms_that_fit_take_turns_after_a_warm_up_each() -> None:
@@ -104,60 +98,26 @@ def test_what_is_done_is_neither_asked_nor_loaded() -> None:
     ]  # fmt: skip
 
 
-IDENTITY = {"model": "demo", "limit": 3, "settings": {"w4": {"entropy_bound": 0.1}}}
-
-
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ab"
-    first = Folder(path, IDENTITY)
+    first = Folder(path, {"model": "demo"})
     first.note(probe={"gbps": 1})
     grouped = groups(ARMS, together=True)
-    with pytest.raises(KeyboardInterrupt), first.results_file() as file:
-        for record in answer_all(FakeModels(3 + 4), grouped, QUESTIONS, SETTINGS, set(), lambda *_: None):  # type: ignore[arg-type]
-            file.append(record)
+    with pytest.raises(KeyboardInterrupt), first.results() as results:
+        results.gather(answer_all(FakeModels(3 + 4), grouped, QUESTIONS, SETTINGS, set(), lambda *_: None), repr)  # type: ignore[arg-type]
     part = path / "items.jsonl.part"
     part.write_bytes(part.read_bytes()[:-20])  # the power went while the last line was written
-    again = Folder(path, IDENTITY)
+    again = Folder(path, {"model": "demo"})
     assert again.facts == {"probe": {"gbps": 1}}
     assert again.finished() is None
-    with again.results_file() as file:
-        done = {(r.arm, r.id) for r in file.done}
-        assert len(done) == 3
-        for record in run(FakeModels(), grouped, done):
-            file.append(record)
-    records = Folder(path, IDENTITY).finished()
+    with again.results() as results:
+        assert len(results.done) == 3
+        results.gather(run(FakeModels(), grouped, results.done), repr)
+    records = Folder(path, {"model": "demo"}).finished()
     assert records is not None and len(records) == 9
     assert len({(r.arm, r.id) for r in records}) == 9
     assert all(r.answer == f"You said: {r.prompt}\u2028." for r in records)
     assert not part.exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"limit": 4}, "limit is 3 there and 4 now"),
-        ({"settings": {"w4": {"entropy_bound": 0.2}}}, "settings.w4.entropy_bound is 0.1 there and 0.2 now"),
-        ({"fixed_steps": 4}, "fixed_steps is None there and 4 now"),
-    ],
-)
-def test_another_comparison_is_refused_by_what_differs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    Folder(tmp_path / "ab", IDENTITY).note(about={})
-    with pytest.raises(UsageError, match=message):
-        Folder(tmp_path / "ab", {**IDENTITY, **changes})
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(UsageError, match="holds other files"):
-        Folder(tmp_path, IDENTITY)
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "ab", IDENTITY)
-    folder.note(about={})
-    (folder.path / "items.jsonl.part").write_text(json.dumps({"run": folder.run}) + "\n")
-    with pytest.raises(RedraftError, match="line 1 is not a result"):
-        folder.results_file()
 
 
 def test_questions_are_told_apart() -> None:

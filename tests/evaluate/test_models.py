@@ -12,10 +12,12 @@ from transformers import DiffusionGemmaForBlockDiffusion
 import redraft
 from redraft.config import DecodeSettings, QuantSpec
 from redraft.device import default_dtype
+from redraft.engine.events import Result
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.generate import TransformersEngine, generate_options
 from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.run import Side
 from redraft.hf.experts import W4Experts
 from redraft.quant.export import export_compressed_tensors
 from redraft.store.random import PRESETS, weight_bytes
@@ -31,15 +33,19 @@ def models_of(text: str, model: str = TINY, in_place: bool = False, on: torch.de
     return Models(files, on, default_dtype(on), in_place), arms
 
 
+def answer(opened: Side, prompt: str, *, seed: int, **settings: Any) -> Result:
+    return opened.generate_batch([prompt], seed=[seed], **settings)[0]
+
+
 def transformers_model(opened: Any) -> Any:
-    return opened.generate.__self__.model
+    return opened.generate_batch.__self__.model
 
 
 def test_stock_is_transformers_own_generate() -> None:
     models, (arm, _) = models_of("bf16,w4", "demo")
     opened = models.open(arm)
-    result = opened.generate("What is the capital of France?", seed=11)
-    wrapped: TransformersEngine = opened.generate.__self__  # type: ignore[attr-defined]
+    result = answer(opened, "What is the capital of France?", seed=11)
+    wrapped: TransformersEngine = opened.generate_batch.__self__  # type: ignore[attr-defined]
     stock = DiffusionGemmaForBlockDiffusion.from_pretrained(models.files["demo"].path, dtype=torch.float32)
     ids = wrapped.tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
@@ -61,7 +67,7 @@ def test_passes_are_counted_per_canvas_and_hooks_are_gone() -> None:
     models, (arm, _) = models_of("bf16,w4")
     opened = models.open(arm)
     settings = {"max_new_tokens": 40, "max_denoising_steps": 5, "stability_threshold": 5, "eos_token_ids": ()}
-    result = opened.generate("abc", seed=1, **settings)
+    result = answer(opened, "abc", seed=1, **settings)
     assert result.steps_per_canvas == [5, 5, 5]  # canvases of 16
     assert (len(result.token_ids), result.canvases, result.finish_reason) == (40, 3, "length")
     model = transformers_model(opened)
@@ -73,9 +79,9 @@ def test_fixed_steps_stop_neither_early_nor_late(name: str) -> None:
     models, (arm, _) = models_of(f"{name},bf16+entropy_bound=1", "demo")
     prompt = "What is the capital of France?"  # settles after two passes
     opened = models.open(arm)
-    assert opened.generate(prompt, seed=0, max_new_tokens=32).steps_per_canvas == [2]
+    assert answer(opened, prompt, seed=0, max_new_tokens=32).steps_per_canvas == [2]
     fixed = {"max_denoising_steps": 7, "stability_threshold": 7}
-    assert opened.generate(prompt, seed=0, max_new_tokens=32, **fixed).steps_per_canvas == [7]
+    assert answer(opened, prompt, seed=0, max_new_tokens=32, **fixed).steps_per_canvas == [7]
 
 
 def test_the_w4_model_shares_all_but_the_experts_and_leaves_stock_alone() -> None:
@@ -83,7 +89,7 @@ def test_the_w4_model_shares_all_but_the_experts_and_leaves_stock_alone() -> Non
     stock = transformers_model(models.open(bf16))
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    answer = models.open(bf16).generate("abc", **question).token_ids
+    first = answer(models.open(bf16), "abc", **question).token_ids
     packed, once = (transformers_model(models.open(arm)) for arm in (w4, bitexact))
     assert stock.model.decoder.layers[0].experts is not packed.model.decoder.layers[0].experts
     assert packed.model.decoder.layers[0].experts is packed.model.encoder.language_model.layers[0].experts
@@ -93,15 +99,15 @@ def test_the_w4_model_shares_all_but_the_experts_and_leaves_stock_alone() -> Non
     assert "_prepare_sampler" in vars(once) and "_prepare_sampler" not in vars(packed)
     after = stock.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert models.open(bf16).generate("abc", **question).token_ids == answer
-    off, exact = (models.open(arm).generate("abc", **question).token_ids for arm in (w4, bitexact))
+    assert answer(models.open(bf16), "abc", **question).token_ids == first
+    off, exact = (answer(models.open(arm), "abc", **question).token_ids for arm in (w4, bitexact))
     assert off == exact  # one random stream, the same experts
 
 
 def test_a_tier_on_bf16_changes_no_token_and_not_the_stock_model() -> None:
     models, (stock, once) = models_of("bf16,bf16-bitexact")
     question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    answers = [models.open(arm).generate("abc", **question).token_ids for arm in (stock, once, stock)]
+    answers = [answer(models.open(arm), "abc", **question).token_ids for arm in (stock, once, stock)]
     assert answers[0] == answers[1] == answers[2]
     assert "_prepare_sampler" not in vars(transformers_model(models.open(stock)))
 
@@ -111,16 +117,16 @@ def test_turbo_inside_transformers_on_either_weights() -> None:
     """Not on a CPU, where Triton's interpreter takes a minute for it. The stock model stays stock beside the others."""
     models, (stock, *others) = models_of("bf16,bf16-turbo,w4-off,w4-turbo,engine-w4", on=torch.device("cuda"))
     question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 2, "stability_threshold": 2}
-    before = models.open(stock).generate("abc", **question).token_ids
+    before = answer(models.open(stock), "abc", **question).token_ids
     for arm in others:
         opened = models.open(arm)
         if arm.runner == "transformers":
             kind = type(transformers_model(opened).model.decoder.layers[0]).__name__
             assert kind.startswith("Fused" if arm.tier == "turbo" else "DiffusionGemma")
-        first, second = (opened.generate("abc", **question) for _ in range(2))
+        first, second = (answer(opened, "abc", **question) for _ in range(2))
         assert set(first.steps_per_canvas) == {2}
         assert first.token_ids == second.token_ids
-    assert models.open(stock).generate("abc", **question).token_ids == before
+    assert answer(models.open(stock), "abc", **question).token_ids == before
 
 
 def test_in_place_the_bf16_model_becomes_the_w4_one() -> None:
@@ -135,14 +141,14 @@ def test_in_place_the_bf16_model_becomes_the_w4_one() -> None:
     apart, (source, fresh) = models_of("bf16,w4")
     apart.open(source)
     question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    assert packed.generate("abc", **question).token_ids == apart.open(fresh).generate("abc", **question).token_ids
+    assert answer(packed, "abc", **question).token_ids == answer(apart.open(fresh), "abc", **question).token_ids
 
 
 def test_transformers_and_the_engine_hold_the_same_random_weights() -> None:
     """transformers' generate and tier bitexact of the engine draw alike, so equal weights give equal tokens."""
     models, (stock, engine) = models_of("bf16,engine-bf16-bitexact")
     question = {"seed": 9, "max_new_tokens": 16, "max_denoising_steps": 4}
-    theirs, ours = (models.open(arm).generate("abc def", **question) for arm in (stock, engine))
+    theirs, ours = (answer(models.open(arm), "abc def", **question) for arm in (stock, engine))
     assert theirs.token_ids == ours.token_ids
     assert (theirs.prompt_tokens, theirs.steps_per_canvas) == (ours.prompt_tokens, ours.steps_per_canvas)
 
@@ -162,7 +168,7 @@ def test_checkpoints_of_either_packed_format_as_they_are_stored(tmp_path: Path) 
     models, arms = models_of(f"{tmp_path}/packed,{tmp_path}/ct,engine-w4-off@{tmp_path}/packed", "demo")
     assert [arm.weights for arm in arms] == ["w4"] * 3
     question = {"seed": 5, "max_new_tokens": 32}
-    packed, ct, engine = (models.open(arm).generate("What is the capital of France?", **question) for arm in arms)
+    packed, ct, engine = (answer(models.open(arm), "What is the capital of France?", **question) for arm in arms)
     assert packed.text == ct.text == engine.text == "The capital of France is Paris."
     for arm in arms[:2]:
         experts = transformers_model(models.open(arm)).model.decoder.layers[0].experts

@@ -18,19 +18,14 @@ def one(text: str) -> Arm:
 @pytest.mark.parametrize(
     ("name", "runner", "weights", "tier"),
     [
-        ("bf16", "transformers", "bf16", "off"),
-        ("w4", "transformers", "w4", "off"),
-        ("w4-off", "transformers", "w4", "off"),
-        ("w4-bitexact", "transformers", "w4", "bitexact"),
-        ("w4-turbo", "transformers", "w4", "turbo"),
-        ("off", "transformers", "w4", "off"),
-        ("turbo", "transformers", "w4", "turbo"),
-        ("bf16-bitexact", "transformers", "bf16", "bitexact"),
-        ("engine-w4", "engine", "w4", "turbo"),
-        ("engine-bf16", "engine", "bf16", "turbo"),
+        ("bf16", "transformers", "bf16", "off"), ("w4", "transformers", "w4", "off"),
+        ("w4-off", "transformers", "w4", "off"), ("w4-bitexact", "transformers", "w4", "bitexact"),
+        ("w4-turbo", "transformers", "w4", "turbo"), ("off", "transformers", "w4", "off"),
+        ("turbo", "transformers", "w4", "turbo"), ("bf16-bitexact", "transformers", "bf16", "bitexact"),
+        ("engine-w4", "engine", "w4", "turbo"), ("engine-bf16", "engine", "bf16", "turbo"),
         ("engine-bf16-bitexact", "engine", "bf16", "bitexact"),
     ],
-)
+)  # fmt: skip
 def test_kinds(name: str, runner: str, weights: str, tier: str) -> None:
     arm = one(name)
     assert (arm.name, arm.model, arm.runner, arm.weights, arm.tier) == (name, "some/model", runner, weights, tier)
