@@ -11,8 +11,8 @@ test: $(VENV)/.dev lint
 	$(PYTHON_BIN) -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev
-	$(PYTHON_BIN) -m ruff check redraft tests
-	$(PYTHON_BIN) -m ruff format --check redraft tests
+	$(PYTHON_BIN) -m ruff check redraft recipes tests
+	$(PYTHON_BIN) -m ruff format --check redraft recipes tests
 	$(PYTHON_BIN) -m mypy
 
 $(VENV)/.demo: pyproject.toml requirements/cpu.txt scripts/setup.sh

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from redraft.errors import UsageError
-
-if TYPE_CHECKING:
-    from redraft.demo import tasks as demo
 
 NAMES = ("gsm8k", "humaneval", "math500", "everyday")
 
@@ -40,36 +37,17 @@ class Task(Protocol):
         ...
 
 
-class DemoTask:
-    """A task of the bundled model under the common protocol: held-out items only."""
-
-    def __init__(self, task: demo.Task) -> None:
-        self.task = task
-        self.name = task.name
-        self.description = task.description
-
-    def items(self, limit: int) -> list[Item]:
-        try:
-            items = self.task.heldout_items(limit)
-        except ValueError as e:  # fewer than asked for
-            raise UsageError(str(e)) from None
-        return [Item(f"{self.name}/{i}", item.prompt, item.answer, item) for i, item in enumerate(items)]
-
-    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        return self.task.grade(item.data, answer)
-
-
 def select_tasks(spec: str, data: Path | None = None) -> dict[str, Task]:
     """The tasks that a name, `demo:<name>` or `demo:all` stands for, by name.
 
     data: the directory that benchmark files are read from; without it they come from the hub. Raises UsageError listing
     the names there are.
     """
-    from redraft.demo.tasks import TASKS as DEMO
+    from redraft.evaluate.demo import TASKS as DEMO
 
     suite, _, name = spec.partition(":")
     if suite == "demo" and name in (*DEMO, "all"):
-        return {n: DemoTask(DEMO[n]) for n in (DEMO if name == "all" else (name,))}
+        return {n: DEMO[n] for n in (DEMO if name == "all" else (name,))}
     if spec in NAMES:
         return {spec: _benchmark(spec, data)}
     known = (*NAMES, *(f"demo:{n}" for n in (*DEMO, "all")))
