@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+import redraft.demo
 from recipes.demo.measure import measure
 from recipes.demo.train import DECODER_SCALARS, ENCODER_SCALARS
 from redraft.evaluate.demo import TASKS
-from redraft.store.read import DEMO as FOLDER
+
+FOLDER = Path(redraft.demo.__file__).parent / "checkpoint"
 
 
 def test_size_and_settings() -> None:
