@@ -15,15 +15,15 @@ fi
 
 echo "Installing Redraft into $venv (about a minute) ..." >&2
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip="$venv/bin/python -m pip --disable-pip-version-check"
+install() { "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
 if nvidia-smi >/dev/null 2>&1; then
-    $pip install -q --no-compile -e "$target"
+    install --no-compile -e "$target"
     exit 0
 fi
 torch=$(grep '^torch==' requirements/cpu.txt)
 # An index that offers PyTorch's CPU builds serves them directly; otherwise uv knows where PyTorch publishes them.
-if ! $pip install -q --no-compile -c requirements/cpu.txt "$torch" 2>/dev/null; then
-    $pip install -q uv
-    "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend cpu "${torch%%+*}"
+if ! install --no-compile -c requirements/cpu.txt "$torch" 2>/dev/null; then
+    install uv
+    "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "${torch%%+*}"
 fi
-$pip install -q --no-compile -c requirements/cpu.txt -e "$target"
+install --no-compile -c requirements/cpu.txt -e "$target"

@@ -44,15 +44,15 @@ def command(
 def _answer(engine: Engine, name: str, seed: int, settings: dict[str, Any], quiet: bool) -> dict[str, Any]:
     """Ask one prompt, grade the answer and show both."""
     from redraft.cli.common import answer, print_figures
-    from redraft.demo.tasks import TASKS
+    from redraft.evaluate.demo import TASKS
 
-    item = TASKS[name].heldout_items(1)[0]
+    item = TASKS[name].items(1)[0]
     if not quiet:
         print(f"[{name}] {item.prompt}", flush=True)
     result = answer(engine, item.prompt, seed, settings, quiet, PACE)
     correct = TASKS[name].grade(item, result.text)
     if not quiet:
-        print("=> correct" if correct else f"=> incorrect, expected:\n{item.answer}")
+        print("=> correct" if correct else f"=> incorrect, expected:\n{item.expected}")
         print_figures(result, engine)
         print(flush=True)
     return {"task": name, "prompt": item.prompt, "correct": correct, **result.to_dict()}

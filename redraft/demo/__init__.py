@@ -1,1 +1,1 @@
-"""The bundled small DiffusionGemma: its checkpoint, the generators of its tasks and the recipe that trains it."""
+"""The bundled small DiffusionGemma: its checkpoint and the held-out items of its tasks. `recipes/demo` makes both."""

@@ -6,13 +6,9 @@ import random
 import string
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from redraft.errors import UsageError
 from redraft.evaluate.base import Item, Task
-
-if TYPE_CHECKING:
-    from redraft.demo import tasks as demo
 
 # The module of each benchmark and its class, made of the directory with its files; imported when it is asked for.
 BENCHMARKS = {"gsm8k": "Gsm8k", "humaneval": "HumanEval", "math500": "Math500", "everyday": "Everyday"}
@@ -27,34 +23,15 @@ def select_tasks(spec: str, data: Path | None = None) -> dict[str, Task]:
     data: the directory that benchmark files are read from; without it they come from the hub. Raises UsageError listing
     the names there are.
     """
-    from redraft.demo.tasks import TASKS as DEMO
+    from redraft.evaluate.demo import TASKS as DEMO
 
     suite, _, name = spec.partition(":")
     if suite == "demo" and name in (*DEMO, "all"):
-        return {n: DemoTask(DEMO[n]) for n in (DEMO if name == "all" else (name,))}
+        return {n: DEMO[n] for n in (DEMO if name == "all" else (name,))}
     if spec in BENCHMARKS:
         return {spec: getattr(import_module(f"redraft.evaluate.{spec}"), BENCHMARKS[spec])(data)}
     known = (*NAMES, *(f"demo:{n}" for n in (*DEMO, "all")))
     raise UsageError(f"task is {spec!r}, expected one of {', '.join(known)}")
-
-
-class DemoTask:
-    """A task of the bundled model under the common protocol: held-out items only."""
-
-    def __init__(self, task: demo.Task) -> None:
-        self.task = task
-        self.name = task.name
-        self.description = task.description
-
-    def items(self, limit: int) -> list[Item]:
-        try:
-            items = self.task.heldout_items(limit)
-        except ValueError as e:  # fewer than asked for
-            raise UsageError(str(e)) from None
-        return [Item(f"{self.name}/{i}", item.prompt, item.answer, item) for i, item in enumerate(items)]
-
-    def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        return self.task.grade(item.data, answer)
 
 
 class StandIn:

@@ -9,11 +9,11 @@ from cli.conftest import Run
 from cli.fake_engine import FakeEngine
 
 from redraft.cli.demo import DEMO_TASKS
-from redraft.demo.tasks import TASKS
+from redraft.evaluate.demo import TASKS
 
-ITEMS = {name: TASKS[name].heldout_items(1)[0] for name in DEMO_TASKS}
+ITEMS = {name: TASKS[name].items(1)[0] for name in DEMO_TASKS}
 SIZES = {"experts": {"bf16": 8_000_000, "w4": 2_000_000}, "model": {"bf16": 10_000_000, "w4": 4_000_000}}
-ANSWERS = {item.prompt: item.answer for item in ITEMS.values()}
+ANSWERS = {item.prompt: item.expected for item in ITEMS.values()}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_wrong_answer_is_said_and_exits_1(run: Run, clever: FakeEngine, monkey
     outcome = run("demo")
     assert outcome.code == 1
     assert outcome.out.count("=> correct") == 2
-    assert f"nonsense\n=> incorrect, expected:\n{ITEMS['edit'].answer}\n" in outcome.out
+    assert f"nonsense\n=> incorrect, expected:\n{ITEMS['edit'].expected}\n" in outcome.out
     assert outcome.err == "redraft: error: 1 of 3 answers are wrong\n"
 
 
@@ -53,7 +53,7 @@ def test_json_holds_answers_and_sizes(run: Run, clever: FakeEngine) -> None:
     assert outcome.out.count("\n") == 1
     value = json.loads(outcome.out)
     assert [(a["task"], a["correct"], a["text"]) for a in value["answers"]] == [
-        (name, True, item.answer) for name, item in ITEMS.items()
+        (name, True, item.expected) for name, item in ITEMS.items()
     ]
     assert value["sizes"] == SIZES
     assert (value["model"], value["weights"]) == ("demo", "w4")

@@ -9,17 +9,17 @@ import pytest
 from cli.conftest import Run
 from cli.fake_engine import FakeEngine
 
-from redraft.demo.tasks import TASKS
+from redraft.evaluate.demo import TASKS
 
 EDIT = ("eval", "demo", "--task", "demo:edit")
-ITEMS = TASKS["edit"].heldout_items(4)
+ITEMS = TASKS["edit"].items(4)
 WRONG = ITEMS[2].prompt
 
 
 @pytest.fixture
 def scholar(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """Right on every item of `edit` but the third."""
-    answers = {item.prompt: item.answer for item in ITEMS} | {WRONG: "?"}
+    answers = {item.prompt: item.expected for item in ITEMS} | {WRONG: "?"}
     monkeypatch.setattr(engine, "answer_to", lambda prompt: answers[prompt])
     return engine
 
@@ -31,7 +31,7 @@ def test_report(run: Run, scholar: FakeEngine) -> None:
     edit = report["tasks"]["edit"]
     assert (edit["items"], edit["correct"], edit["accuracy"]) == (4, 3, 0.75)
     assert edit["interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
-    assert edit["tokens"] == sum(len(i.answer) + 1 for i in ITEMS) - len(ITEMS[2].answer) + 1
+    assert edit["tokens"] == sum(len(i.expected) + 1 for i in ITEMS) - len(ITEMS[2].expected) + 1
     assert edit["tokens_per_forward"] == pytest.approx(edit["tokens"] / edit["forwards"])
     assert edit["steps_per_canvas"] == {"mean": 2.0, "p50": 2, "p90": 2}
     assert edit["answer_seconds"]["mean"] == pytest.approx(0.5, abs=0.2)  # the fake engine's own clock
@@ -108,17 +108,11 @@ def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, 
     assert same.code == 0
 
 
-def test_more_items_than_a_task_has_is_a_usage_error(
-    run: Run, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def few(count: int) -> None:
-        raise ValueError("task edit has only 9 held-out prompts, 10 asked for")
-
-    monkeypatch.setattr(TASKS["edit"], "heldout_items", few)
-    outcome = run(*EDIT, "--limit", "10")
+def test_more_items_than_a_task_has_is_a_usage_error(run: Run, engine: FakeEngine) -> None:
+    outcome = run(*EDIT, "--limit", "1001")
     assert (outcome.code, outcome.err) == (
         2,
-        "redraft: error: task edit has only 9 held-out prompts, 10 asked for\n",
+        "redraft: error: task edit has only 1000 held-out prompts, 1001 asked for\n",
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from parity import Case, assert_same
 
 import redraft
-from redraft.demo.tasks import TASKS
+from redraft.evaluate.demo import TASKS
 from redraft.store.read import find_checkpoint
 
 SETTINGS = {
@@ -55,7 +55,7 @@ def hf():
 @pytest.mark.parametrize("index", range(len(RECORDED)))
 def test_bundled_model(index, engine, hf, monkeypatch, record_property):
     tasks, changes, eos = RECORDED[index]
-    items = [TASKS[name].heldout_items(index + 1)[index] for name in tasks]
+    items = [TASKS[name].items(index + 1)[index] for name in tasks]
     prompts = [engine.encode_prompt(item.prompt) for item in items]
     case = Case(prompts, index, {**SETTINGS, **changes}, eos or list(engine.settings.eos_token_ids))
     excused = assert_same(engine, hf, case, monkeypatch)
@@ -66,7 +66,7 @@ def test_bundled_model(index, engine, hf, monkeypatch, record_property):
 
 def test_answers_are_right_in_every_tier(engine):
     """The network answers, and does so whatever its random numbers: facts in both number streams."""
-    items = TASKS["facts"].heldout_items(4)
+    items = TASKS["facts"].items(4)
     for tier in ("off", "bitexact", "turbo"):
         for item in items:
             assert TASKS["facts"].grade(item, engine.generate(item.prompt, seed=5, tier=tier).text)

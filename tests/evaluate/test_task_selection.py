@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from redraft.demo.tasks import TASKS as DEMO
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.everyday import Everyday
 from redraft.evaluate.source import Source
@@ -30,23 +29,13 @@ def test_select_a_benchmark(name: str) -> None:
 
 def test_select_demo_tasks() -> None:
     assert list(select_tasks("demo:edit")) == ["edit"]
-    assert list(select_tasks("demo:all")) == list(DEMO)
+    assert list(select_tasks("demo:all")) == ["arithmetic", "edit", "lists", "facts", "stories", "code"]
 
 
 @pytest.mark.parametrize("spec", ["demo:none", "edit", "gsm8k:main", "demo:", "", "GSM8K"])
 def test_unknown_tasks_are_refused_with_the_names(spec: str) -> None:
     with pytest.raises(UsageError, match="expected one of gsm8k, humaneval, math500, everyday, demo:arithmetic"):
         select_tasks(spec)
-
-
-def test_demo_items_and_grades_are_the_demo_tasks_own() -> None:
-    task = select_tasks("demo:arithmetic")["arithmetic"]
-    items, own = task.items(3), DEMO["arithmetic"].heldout_items(3)
-    assert [(i.id, i.prompt, i.expected) for i in items] == [
-        (f"arithmetic/{n}", item.prompt, item.answer) for n, item in enumerate(own)
-    ]
-    assert task.grade(items[0], items[0].expected)
-    assert not task.grade(items[0], items[1].expected)
 
 
 def test_everyday_asks_for_a_finished_answer() -> None:

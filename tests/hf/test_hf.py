@@ -25,8 +25,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 import redraft
 from redraft.config import QuantSpec
-from redraft.demo.tasks import TASKS
 from redraft.errors import CheckpointError, UsageError
+from redraft.evaluate.demo import TASKS
 from redraft.hf import inplace
 from redraft.hf.experts import W4Experts
 from redraft.hf.layers import obstacle
@@ -121,7 +121,7 @@ def test_forty_seeds_give_the_tokens_of_stock_transformers(demo, monkeypatch, re
     tokenizer = load_tokenizer(find_checkpoint("demo"))
     excused = []
     for seed in range(40):
-        item = TASKS[("facts", "lists")[seed % 2]].heldout_items(seed + 1)[seed]
+        item = TASKS[("facts", "lists")[seed % 2]].items(seed + 1)[seed]
         chat = [{"role": "user", "content": item.prompt}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
             "input_ids"

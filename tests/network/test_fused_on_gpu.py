@@ -8,9 +8,9 @@ import torch
 import redraft
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import ENTROPY_BOUND
-from redraft.demo.tasks import TASKS
 from redraft.engine.graphs import GraphRunner
 from redraft.engine.runner import admit_prompts
+from redraft.evaluate.demo import TASKS
 from redraft.network.arena import KVArena
 
 # Never done before its last pass.
@@ -29,7 +29,7 @@ def test_the_bundled_model_gives_the_logits_of_the_reference() -> None:
     of the largest logits, near 30, is 0.125. Median relative errors of a pass are 0.6 % at most there.
     """
     cpu, gpu = _load("demo", "cpu"), _load("demo", "cuda")
-    items = [item for task in TASKS.values() for item in task.heldout_items(8)]
+    items = [item for task in TASKS.values() for item in task.items(8)]
     prompts = [cpu.encode_prompt(item.prompt) for item in items]
     config, length, slots = cpu.config, cpu.config.canvas_length, len(items)
     assert gpu.fused is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from redraft.demo.tasks import TASKS
+from recipes.demo.tasks import TASKS
 
 VOCAB_SIZE = 1280
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>")  # ids 0 to 4

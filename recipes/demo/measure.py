@@ -1,4 +1,4 @@
-"""Held-out accuracy of a demo checkpoint with transformers' own `generate`: `python -m redraft.demo.measure DIR`."""
+"""Held-out accuracy of a demo checkpoint with transformers' own `generate`: `python -m recipes.demo.measure DIR`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
-from redraft.demo.tasks import TASKS, Item, Task
-from redraft.demo.tokenizer import TURN_END, encode_prompt
+from recipes.demo.tokenizer import TURN_END, encode_prompt
+from redraft.evaluate.base import Item
+from redraft.evaluate.demo import TASKS, DemoTask
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str | None:
@@ -37,7 +38,7 @@ def generate(
     return answers, out.tokens_per_forward.float().cpu()
 
 
-def grade(task: Task, items: list[Item], answers: list[str | None]) -> list[bool]:
+def grade(task: DemoTask, items: list[Item], answers: list[str | None]) -> list[bool]:
     """Grades in parallel: code runs in subprocesses."""
 
     def one(pair: tuple[Item, str | None]) -> bool:
@@ -55,9 +56,9 @@ def measure(
     names: tuple[str, ...] = tuple(TASKS),
     batch: int = 1000,
 ) -> Iterator[dict[str, Any]]:
-    """One row of results per task over `count` held-out items, with three wrong answers to look at."""
+    """One row of results per task over its first `count` held-out items, with three wrong answers to look at."""
     model.eval()
-    items = {name: TASKS[name].heldout_items(count) for name in names}
+    items = {name: TASKS[name].items(count) for name in names}
     prompts = [i.prompt for name in names for i in items[name]]
     answers: list[str | None] = []
     speeds: list[float] = []
@@ -65,22 +66,23 @@ def measure(
         texts, speed = generate(model, tokenizer, prompts[at : at + batch], seed=at)
         answers += texts
         speeds += speed.tolist()
-    for k, name in enumerate(names):
-        part = slice(k * count, (k + 1) * count)
-        right = grade(TASKS[name], items[name], answers[part])
-        triples = zip(items[name], answers[part], right, strict=True)
+    at = 0
+    for name, own in items.items():
+        part = slice(at, at := at + len(own))
+        right = grade(TASKS[name], own, answers[part])
+        triples = zip(own, answers[part], right, strict=True)
         yield {
             "task": name,
-            "items": count,
-            "accuracy": sum(right) / count,
-            "tokens_per_forward": sum(speeds[part]) / count,
-            "wrong": [[i.prompt, i.answer, a] for i, a, ok in triples if not ok][:3],
+            "items": len(own),
+            "accuracy": sum(right) / len(own),
+            "tokens_per_forward": sum(speeds[part]) / len(own),
+            "wrong": [[i.prompt, i.expected, a] for i, a, ok in triples if not ok][:3],
         }
     model.train()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="redraft.demo.measure", description=__doc__)
+    parser = argparse.ArgumentParser(prog="recipes.demo.measure", description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--limit", type=int, default=500, help="held-out items per task")
     parser.add_argument("--batch", type=int, default=100)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from redraft.demo.data import CANVAS, ROW
+from recipes.demo.data import CANVAS, ROW
 
 DENSE_EXPERTS = "redraft_dense"
 ROUNDING_GROUPS = (128, 64)  # input elements that share a 4-bit scale: gate/up, down

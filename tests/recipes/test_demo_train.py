@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from redraft.demo import layers, train
-from redraft.demo.data import CANVAS, ROW, stream
-from redraft.demo.optim import orthogonalize
-from redraft.demo.tokenizer import build, save
+from recipes.demo import layers, train
+from recipes.demo.data import CANVAS, ROW, stream
+from recipes.demo.optim import orthogonalize
+from recipes.demo.tokenizer import build, save
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Train the demo checkpoint: `python -m redraft.demo.train --out DIR --minutes 16`.
+"""Train the demo checkpoint: `python -m recipes.demo.train --out DIR --minutes 16`.
 
 Each step encodes a batch of whole rows causally, denoises one canvas of each row from uniform noise at a random ratio,
 and adds two losses: cross-entropy of the clean canvas at every position, and next-token cross-entropy of the encoder.
@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
-from redraft.demo import tokenizer as demo_tokenizer
-from redraft.demo.data import CANVAS, ROW, Batch, stream
-from redraft.demo.layers import DENSE_EXPERTS, PrefixCache, decoder_masks, embed_by_product, encoder_masks
-from redraft.demo.measure import measure
-from redraft.demo.optim import MasterOptimizer
+from recipes.demo import tokenizer as demo_tokenizer
+from recipes.demo.data import CANVAS, ROW, Batch, stream
+from recipes.demo.layers import DENSE_EXPERTS, PrefixCache, decoder_masks, embed_by_product, encoder_masks
+from recipes.demo.measure import measure
+from recipes.demo.optim import MasterOptimizer
 
 STATE_FILE = "training_state.safetensors"
 PAD_WEIGHT = 0.1  # padding after the answer is easy and would drown the rest
@@ -342,7 +342,7 @@ def log(**values: Any) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="redraft.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="recipes.demo.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=Recipe.minutes, help="training time after compilation")
     parser.add_argument("--max-steps", type=int, default=Recipe.max_steps)

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 import redraft.demo
-from redraft.demo.measure import measure
-from redraft.demo.tasks import TASKS
-from redraft.demo.train import DECODER_SCALARS, ENCODER_SCALARS
+from recipes.demo.measure import measure
+from recipes.demo.train import DECODER_SCALARS, ENCODER_SCALARS
+from redraft.evaluate.demo import TASKS
 
 FOLDER = Path(redraft.demo.__file__).parent / "checkpoint"
 
@@ -30,9 +30,9 @@ def test_size_and_settings() -> None:
 @pytest.mark.parametrize("name", tuple(TASKS))
 def test_tokenizer_spells_every_answer(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    for item in TASKS[name].heldout_items(100):
-        ids = tokenizer(item.answer)["input_ids"]
-        assert tokenizer.decode(ids) == item.answer
+    for item in TASKS[name].items(100):
+        ids = tokenizer(item.expected)["input_ids"]
+        assert tokenizer.decode(ids) == item.expected
         assert len(ids) < (128 if name == "stories" else 64)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from redraft.demo.tasks import TASKS
-from redraft.demo.tokenizer import TURN_END, encode_prompt
+from recipes.demo.tasks import TASKS
+from recipes.demo.tokenizer import TURN_END, encode_prompt
 
 CANVAS = 64
 ROW = 160  # longest prompt of any task (51) plus one canvas, or a story's prompt (28) plus two

@@ -1,0 +1,1 @@
+"""Training of the bundled models: run from a checkout, no part of the wheel."""
