@@ -113,8 +113,9 @@ def _answers(comparison: Comparison, folder: Folder) -> list[AbRecord]:
 
 def _print(report: dict[str, Any], folder: Path) -> None:
     """The figures over all tasks, a line per arm, and where the rest is."""
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
     from redraft.evaluate.report import order_text, verdict
+    from redraft.tables import Table
 
     rows = []
     for arm in report["arms"]:
@@ -128,13 +129,13 @@ def _print(report: dict[str, Any], folder: Path) -> None:
             f"{figures['peak_bytes'] / 2**30:.2f}",
         ))  # fmt: skip
     columns = ("arm", "right", "95 % interval", "tok/s", "tok/s per request", "steps/canvas", "tok/forward")
-    console = table_console()
-    console.print(table((*columns, "answer s p50 / p90", "peak GiB"), rows))
+    console = output_console()
+    console.print(Table((*columns, "answer s p50 / p90", "peak GiB"), rows))
     for pair in report["comparisons"]:
-        console.print(verdict(pair, report).replace("**", ""), markup=False, soft_wrap=True)
+        console.print(verdict(pair, report).replace("**", ""))
     if not report["together"]:
-        console.print(order_text(False, report["why_in_place"]), markup=False, soft_wrap=True)
-    console.print(f"{folder / 'report.md'}", markup=False, soft_wrap=True)
+        console.print(order_text(False, report["why_in_place"]))
+    console.print(f"{folder / 'report.md'}")
 
 
 def _slug(model: str) -> str:

@@ -217,16 +217,17 @@ def _sizes(text: str) -> tuple[int, ...]:
 def print_step(result: StepResult) -> None:
     """Tables of a pass: implementations, then our parts."""
     from redraft.bench.step import OURS
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console, roofline = table_console(), result.roofline
+    console, roofline = output_console(), result.roofline
     arms = []
     for name, timing in result.arms.items():
         label = f"{name} ({result.details[name]['implementation']})"
         times = "" if name == OURS else f"{timing.median / result.pass_ms:.2f}x"
         arms.append((label, f"{timing.median:.3f}", f"{timing.low:.3f} to {timing.high:.3f}", times))
     arms += [(name, "failed", "", "") for name in result.failed]
-    console.print(table(("implementation", "ms per pass", "10 % to 90 %", "redraft is faster by"), arms))
+    console.print(Table(("implementation", "ms per pass", "10 % to 90 %", "redraft is faster by"), arms))
     rows: list[Sequence[str]] = []
     for part in result.parts:
         if part.timing is None:
@@ -237,7 +238,7 @@ def print_step(result: StepResult) -> None:
     rows.append(("whole pass", *_cells(result.total, result.pass_ms, result.pass_ms, roofline)))
     rows.append(("encode of the prompt", *_cells(result.encode_work, result.encode.median, None, roofline)))
     columns = ("part", "ms", "% of pass", "MB", "GB/s", "TFLOP/s", "floor ms", "% of roofline")
-    console.print(table(columns, rows))
+    console.print(Table(columns, rows))
     console.print(
         f"weights {result.weight_bytes / 2**30:.2f} GiB, peak {result.peak_bytes / 2**30:.2f} GiB; "
         f"roofline measured in this run: {roofline.gbps:,.0f} GB/s, {roofline.tflops:,.2f} TFLOP/s"
@@ -257,7 +258,8 @@ def _cells(work: Work, ms: float, pass_ms: float | None, roofline: Roofline) -> 
 
 
 def _print_batches(results: list[BatchResult]) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows: list[Sequence[str]] = []
     for result in results:
@@ -271,11 +273,12 @@ def _print_batches(results: list[BatchResult]) -> None:
             f"{row['peak_bytes'] / 2**30:.2f}",
         ))  # fmt: skip
     columns = ("canvases", "ms per pass", "ms per canvas", "GB/s", "TFLOP/s", "% of roofline", "peak GiB")
-    table_console().print(table(columns, rows))
+    output_console().print(Table(columns, rows))
 
 
 def _print_kernels(results: list[KernelResult], roofline: Roofline | None) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows = []
     for result in results:
@@ -287,7 +290,7 @@ def _print_kernels(results: list[KernelResult], roofline: Roofline | None) -> No
             cells += ["" if row[k] is None else f"{row[k]:.1f}" for k in ("torch_us", "compiled_us")]
         rows.append(cells)
     columns = ("kernel", "correct", "error", "tolerance", "us", "GB/s", "% of roofline", "torch us", "compiled us")
-    console = table_console()
-    console.print(table(columns if roofline else columns[:4], rows))
+    console = output_console()
+    console.print(Table(columns if roofline else columns[:4], rows))
     if roofline is None:
         console.print("No GPU: Triton's interpreter checked small shapes; there are no speeds to report.")

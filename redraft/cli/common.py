@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from redraft.engine.engine import Engine, Prompt
     from redraft.engine.events import Result
 
+PIPE_WIDTH = 100_000  # a file has no width; rich wants one
+
 
 def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
     """Load a model, saying on stderr what was left out. Raises RedraftError."""
@@ -48,8 +50,15 @@ def on_terminal() -> bool:
 
 
 def output_console() -> Console:
-    """Stdout. Variables that force colours into pipes are not obeyed: a pipe gets plain text."""
-    return Console(force_terminal=on_terminal(), highlight=False)
+    """Stdout, for all that commands print by rich: text as it is, without markup or colours of its own.
+
+    A pipe gets plain text, also where variables would force colours into it, and lines as long as they need to be.
+    """
+    terminal = on_terminal()
+    return Console(
+        force_terminal=terminal, width=None if terminal else PIPE_WIDTH, soft_wrap=True, highlight=False, markup=False,
+        emoji=False,
+    )  # fmt: skip
 
 
 def error_console() -> Console:
@@ -78,7 +87,7 @@ def answer(
 
 def print_figures(result: Result, engine: Engine) -> None:
     """The figures of an answer under it."""
-    output_console().print(figures(result, engine), style="dim", markup=False, soft_wrap=True)
+    output_console().print(figures(result, engine), style="dim")
 
 
 def figures(result: Result, engine: Engine) -> str:

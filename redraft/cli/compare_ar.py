@@ -201,9 +201,10 @@ def _with_right(row: dict[str, Any], right: dict[str, int]) -> dict[str, Any]:
 
 
 def _print(results: Sequence[SizeResult], right: dict[int, dict[str, int]], prompts: int, limits: Probe) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     speed: list[Sequence[str]] = []
     work: list[Sequence[str]] = []
     for result in results:
@@ -227,7 +228,7 @@ def _print(results: Sequence[SizeResult], right: dict[int, dict[str, int]], prom
                 f"{arm['gbps']:,.1f}", f"{arm['share_of_bandwidth']:.1%}", f"{arm['tflops']:,.3f}",
                 f"{arm['share_of_matmul']:.1%}", "" if experts is None else f"{experts:.1f}",
             ))  # fmt: skip
-    console.print(table(SPEED_COLUMNS, speed))
-    console.print(table(WORK_COLUMNS, work))
+    console.print(Table(SPEED_COLUMNS, speed))
+    console.print(Table(WORK_COLUMNS, work))
     roofline = limits.roofline
     console.print(f"limits measured in this run: {roofline.gbps:,.0f} GB/s, {roofline.tflops:,.3f} TFLOP/s")

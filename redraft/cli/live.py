@@ -84,7 +84,8 @@ class DraftView:
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self.text(), options.reset_height(), pad=False)
+        wrapped = options.reset_height().update(no_wrap=False, overflow="fold")  # also where lines of text are not
+        lines = console.render_lines(self.text(), wrapped, pad=False)
         room = max(1, console.size.height - 2)  # one line of figures, one for the cursor
         for line in lines[-room:]:
             yield from line

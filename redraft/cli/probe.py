@@ -35,7 +35,8 @@ def command(
 
 
 def _print(result: Probe) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows = [("memory, copy", f"{result.copy_gbps:,.0f} GB/s"), ("memory, read", f"{result.read_gbps:,.0f} GB/s")]
     for name, rate in result.matmul.items():
@@ -44,4 +45,4 @@ def _print(result: Probe) -> None:
     rows.append(("launch of a tiny kernel", f"{result.launch_us:.2f} us"))
     if result.graph_launch_us is not None:
         rows.append(("the same in a CUDA graph", f"{result.graph_launch_us:.2f} us"))
-    table_console().print(table(("limit", "measured"), rows, result.device))
+    output_console().print(Table(("limit", "measured"), rows, result.device))

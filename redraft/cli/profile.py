@@ -48,16 +48,17 @@ def command(
 
 def _print(step: StepResult, activity: DeviceActivity | None) -> None:
     from redraft.bench.profile import amdahl
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     rows = [(b.name, f"{b.ms:.3f}", f"{b.left_ms:.3f}", f"{b.speedup:.2f}x") for b in amdahl(step)]
-    console.print(table(("were it free", "ms", "ms a pass would take", "faster by"), rows, "Amdahl's bound"))
+    console.print(Table(("were it free", "ms", "ms a pass would take", "faster by"), rows, "Amdahl's bound"))
     if activity is None:
         console.print("No GPU: how busy it is was not measured.")
         return
     operations = [(o.name[:100], f"{o.count:g}", f"{o.ms:.3f}") for o in activity.operations]
-    console.print(table(("GPU operation", "times a pass", "ms a pass"), operations, "Most expensive"))
+    console.print(Table(("GPU operation", "times a pass", "ms a pass"), operations, "Most expensive"))
     console.print(
         f"GPU busy {activity.busy_ms:.3f} of {step.pass_ms:.3f} ms ({activity.busy_ms / step.pass_ms:.1%}), "
         f"{activity.count:g} operations a pass"

@@ -62,7 +62,8 @@ def kernels(
 
 
 def _print(trials: list[Trial], chosen: dict[str, dict[str, object]], path: Path) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows = []
     for trial in trials:
@@ -72,6 +73,6 @@ def _print(trials: list[Trial], chosen: dict[str, dict[str, object]], path: Path
         else:
             mark = "chosen" if chosen[trial.kernel] == dict(trial.changes) else ""
             rows.append((trial.kernel, name, f"{trial.us:.1f}", mark))
-    console = table_console()
-    console.print(table(("kernel", "settings", "us", ""), rows))
-    console.print(f"wrote {path}", markup=False)
+    console = output_console()
+    console.print(Table(("kernel", "settings", "us", ""), rows))
+    console.print(f"wrote {path}")

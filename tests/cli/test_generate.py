@@ -23,7 +23,9 @@ def test_json_is_the_last_line_and_says_what_ran(run: Run, engine: FakeEngine) -
     assert value == {
         "text": "You said: hé",
         "token_ids": [*map(ord, "You said: hé"), 1],
+        "tokens": 13,
         "prompt_tokens": 7,
+        "cached_tokens": 0,
         "forwards": 2,
         "canvases": 1,
         "tokens_per_forward": 6.5,

@@ -84,7 +84,7 @@ def test_printable_keeps_text_and_marks_broken_characters() -> None:
 def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> None:
     view = new_view()
     view.draft(draft("0123456789", "xxxxxxxxxx"))
-    lines = frame(view, Console(file=io.StringIO(), width=width, height=20))
+    lines = frame(view, Console(file=io.StringIO(), width=width, height=20, soft_wrap=True))
     assert "".join(lines[:-1]) == "0123456789"
     assert all(len(line) <= width for line in lines)
     assert lines[-1] == {1: "…", 5: "canv…", 12: "canvas 1 · …"}[width]
