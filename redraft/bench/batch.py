@@ -12,8 +12,9 @@ import torch
 from redraft.bench.probe import Probe
 from redraft.bench.roofline import Point, Roofline, Work
 from redraft.bench.step import StepArm, expert_spec, open_step
-from redraft.bench.timing import Timing, interleave, peak_bytes, reset_peak
+from redraft.bench.timing import Timing, interleave
 from redraft.bench.work import pass_work
+from redraft.device import peak_bytes, reset_peak
 from redraft.errors import MemoryShortage
 
 if TYPE_CHECKING:

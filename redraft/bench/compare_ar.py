@@ -21,11 +21,11 @@ from redraft.bench.batch import release
 from redraft.bench.probe import Probe
 from redraft.bench.roofline import Roofline, Work, save_figure
 from redraft.bench.step import expert_spec
-from redraft.bench.timing import synchronize, wall_ms
+from redraft.bench.timing import percentile, wall_ms
 from redraft.config import DecodeSettings
+from redraft.device import synchronize
 from redraft.engine.graphs import GraphRunner
 from redraft.errors import MemoryShortage
-from redraft.evaluate.statistics import percentile
 
 if TYPE_CHECKING:
     from redraft.engine.engine import Engine

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from redraft.bench.roofline import Roofline
-from redraft.bench.timing import device_name, measure, synchronize
-from redraft.device import default_dtype
+from redraft.bench.timing import measure
+from redraft.device import default_dtype, device_name, synchronize
 
 LAUNCHES = 1000
 FP8 = "float8_e4m3fn"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from redraft.bench.step import DenoiseStep, StepResult
-from redraft.bench.timing import synchronize
+from redraft.device import synchronize
 
 PROFILED_PASSES = 4
 TOP_OPERATIONS = 20

@@ -14,11 +14,12 @@ import torch
 
 from redraft.bench.probe import Probe
 from redraft.bench.roofline import Point, Roofline, Work
-from redraft.bench.timing import Timing, interleave, measure, peak_bytes, reset_peak, wall_ms
+from redraft.bench.timing import Timing, interleave, measure, wall_ms
 from redraft.bench.work import PARTS, encode_work, pass_work
 from redraft.config import DecodeSettings, QuantSpec
 from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.decode.streams import CounterStream
+from redraft.device import peak_bytes, reset_peak
 from redraft.engine.eager import Rows
 from redraft.errors import UsageError
 from redraft.kernels.mlp import gated_mlp

@@ -137,9 +137,8 @@ def kernels(
     from redraft.bench.kernels import bench_kernels, scale_for, select_cases, use_interpreter
     from redraft.bench.probe import probe
     from redraft.bench.roofline import check_plot
-    from redraft.bench.timing import environment
     from redraft.cli.common import error_console, print_json, quiet_libraries
-    from redraft.device import pick_device
+    from redraft.device import environment, pick_device
 
     target = pick_device(device)
     if plot is not None:
@@ -195,7 +194,7 @@ def _explain_out_of_memory(device: torch.device) -> Iterator[None]:
 
 
 def _machine(limits: Probe, device: torch.device) -> dict[str, Any]:
-    from redraft.bench.timing import environment
+    from redraft.device import environment
 
     return {"probe": limits.to_dict(), "environment": environment(device)}
 

@@ -76,8 +76,8 @@ def command(
     from redraft.bench.compare_ar import plot_comparison
     from redraft.bench.probe import probe
     from redraft.bench.roofline import check_plot
-    from redraft.bench.timing import environment
     from redraft.cli.common import describe, error_console, load_engine, print_json, quiet_libraries
+    from redraft.device import environment
 
     chosen, passes = _numbers("--sizes", sizes), _numbers("--fixed-passes", fixed_passes)
     options.decode_settings(seed, max_new_tokens, None, None)

@@ -18,9 +18,8 @@ def command(
     """Measure memory bandwidth, matrix products and launch cost: the limits that every speed is held against."""
     from redraft.bench.probe import probe
     from redraft.bench.roofline import check_plot, plot_roofline
-    from redraft.bench.timing import environment
     from redraft.cli.common import error_console, print_json, quiet_libraries
-    from redraft.device import pick_device
+    from redraft.device import environment, pick_device
 
     target = pick_device(device)
     if plot is not None:

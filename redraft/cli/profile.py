@@ -29,9 +29,9 @@ def command(
     from redraft.bench.probe import probe
     from redraft.bench.profile import device_activity, to_dict
     from redraft.bench.step import bench_step, open_step
-    from redraft.bench.timing import environment
     from redraft.cli.bench import print_step
     from redraft.cli.common import describe, error_console, load_engine, print_json, quiet_libraries
+    from redraft.device import environment
 
     engine = load_engine(model, weights, tier, device)
     with quiet_libraries(), error_console().status("profiling"):

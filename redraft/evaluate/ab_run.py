@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from redraft.bench.timing import peak_bytes, reset_peak, synchronize
 from redraft.config import DecodeSettings, read_json
+from redraft.device import peak_bytes, reset_peak, synchronize
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm
 from redraft.evaluate.models import Models, Opened

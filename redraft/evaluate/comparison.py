@@ -12,8 +12,7 @@ import torch
 from rich.filesize import decimal
 
 from redraft.bench.probe import probe
-from redraft.bench.timing import device_name, environment
-from redraft.device import default_dtype, free_memory
+from redraft.device import default_dtype, device_name, environment, free_memory
 from redraft.errors import UsageError
 from redraft.evaluate.ab_run import AbRecord, Folder, answer_all, arm_settings, ask, fingerprint, groups
 from redraft.evaluate.arms import Arm, parse_arms
