@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from redraft.bench.step import DenoiseStep, StepResult
+from redraft.bench.passes import DenoiseStep
+from redraft.bench.step import StepResult
 from redraft.device import synchronize
 
 PROFILED_PASSES = 4
@@ -50,7 +51,7 @@ class Bound:
 
 def amdahl(step: StepResult) -> list[Bound]:
     """Every timed part and the gaps, the most expensive first."""
-    times = {p.name: p.timing.median for p in step.parts if p.timing} | {"gaps": step.gaps_ms}
+    times = {name: part.ms for name, part in step.parts.items()} | {"gaps": step.gaps_ms}
     bounds = []
     for name, ms in sorted(times.items(), key=lambda item: -item[1]):
         left = step.pass_ms - ms

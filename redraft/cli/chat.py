@@ -15,24 +15,18 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
+@options.grouped
 def command(
+    *,
     model: options.Model,
     system: options.System = None,
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    entropy_bound: options.EntropyBound = None,
-    steps: options.Steps = None,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
+    decoding: options.Decoding,
+    loading: options.Loading,
     json_output: options.Json = False,
 ) -> int:
     """Talk with a model; it remembers the turns before. Lines of a piped stdin are turns. /help lists commands."""
-    from redraft.cli.common import load_engine
-
-    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
-    engine = load_engine(model, weights, tier, device)
-    return Chat(engine, model, system, seed, settings, json_output).run()
+    settings = decoding.settings()
+    return Chat(loading.engine(model), model, system, decoding.seed, settings, json_output).run()
 
 
 class Chat:

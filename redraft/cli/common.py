@@ -17,6 +17,8 @@ from redraft.cli.options import check_load_options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.status import Status
+
     from redraft.engine.engine import Engine, Prompt
     from redraft.engine.events import Result
 
@@ -26,7 +28,7 @@ PIPE_WIDTH = 100_000  # a file has no width; rich wants one
 def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
     """Load a model, saying on stderr what was left out. Raises RedraftError."""
     check_load_options(weights, tier)
-    with quiet_libraries(), error_console().status(f"loading {model}"):
+    with working(f"loading {model}"):
         import redraft
 
         given = {"weights": weights, "tier": tier, "device": device}
@@ -34,6 +36,13 @@ def load_engine(model: str, weights: str | None, tier: str | None, device: str |
     for note in engine.notes:
         print(f"redraft: note: {note}", file=sys.stderr)
     return engine
+
+
+@contextmanager
+def working(what: str) -> Iterator[Status]:
+    """Say on a terminal what is being done, and nothing else."""
+    with quiet_libraries(), error_console().status(what) as status:
+        yield status
 
 
 @contextmanager
@@ -94,7 +103,7 @@ def figures(result: Result, engine: Engine) -> str:
     """One line: what the answer cost."""
     steps = ", ".join(map(str, result.steps_per_canvas))
     parts = [
-        f"{len(result.token_ids)} tokens",
+        f"{result.tokens} tokens",
         f"{result.forwards} forwards",
         f"{result.tokens_per_forward:.1f} tokens/forward",
         f"{result.tokens_per_second:.0f} tok/s",

@@ -5,32 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from redraft.cli import options
+from redraft.cli.measuring import Output, probe_machine
 
 if TYPE_CHECKING:
     from redraft.bench.probe import Probe
 
 
-def command(
-    device: options.Device = None,
-    plot: options.Plot = None,
-    json_output: options.Json = False,
-) -> None:
+@options.grouped
+def command(*, device: options.Device = None, output: Output) -> None:
     """Measure memory bandwidth, matrix products and launch cost: the limits that every speed is held against."""
-    from redraft.bench.probe import probe
-    from redraft.bench.roofline import check_plot, plot_roofline
-    from redraft.cli.common import error_console, print_json, quiet_libraries
     from redraft.device import environment, pick_device
 
     target = pick_device(device)
-    if plot is not None:
-        check_plot(plot)
-    with quiet_libraries(), error_console().status("measuring"):
-        result = probe(target)
+    output.check()
+    result = probe_machine(target)
     _print(result)
-    if plot is not None:
-        plot_roofline(plot, result.roofline, [], f"{result.device}, {result.dtype}")
-    if json_output:
-        print_json({**result.to_dict(), "environment": environment(target)})
+    output.draw(result.roofline, {}, f"{result.device}, {result.dtype}")
+    output.print({**result.to_dict(), "environment": environment(target)})
 
 
 def _print(result: Probe) -> None:
