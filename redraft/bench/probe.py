@@ -5,15 +5,16 @@ Data are random, never zeros: hardware may compress or power-gate zeros. Buffers
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from redraft.bench.roofline import Roofline
 from redraft.bench.timing import measure
-from redraft.device import default_dtype, device_name, synchronize
+from redraft.device import default_dtype, device_name
 
 LAUNCHES = 1000
 FP8 = "float8_e4m3fn"
@@ -58,8 +59,8 @@ def probe(device: torch.device, seconds: float = 0.3) -> Probe:
         copy_gbps=copy,
         read_gbps=read,
         matmul=_matmuls(device, seconds),
-        launch_us=_launch_us(device),
-        graph_launch_us=_graph_launch_us(device, seconds) if device.type == "cuda" else None,
+        launch_us=_launch_us(device, seconds),
+        graph_launch_us=_launch_us(device, seconds, graph=True) if device.type == "cuda" else None,
         dtype=_short(default_dtype(device)),
     )
     if device.type == "cuda":
@@ -85,14 +86,16 @@ def _matmuls(device: torch.device, seconds: float) -> dict[str, float]:
     """TFLOP/s of square products, per dtype the device supports."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device) for _ in range(2))
+
+    def rate(product: Callable[[], object]) -> float:
+        return 2 * n**3 / measure(product, device, seconds=seconds).median / 1e9
+
     rates = {}
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
-        x, y = a.to(dtype), b.to(dtype)
-        rates[_short(dtype)] = _rate(n, measure(lambda x=x, y=y: x @ y, device, seconds=seconds).median)  # type: ignore[misc]
+        rates[_short(dtype)] = rate(partial(torch.mm, a.to(dtype), b.to(dtype)))
     if _has_fp8(device):
         x, y, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=device)
-        timing = measure(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16), device, seconds=seconds)
-        rates[FP8] = _rate(n, timing.median)
+        rates[FP8] = rate(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16))
     return rates
 
 
@@ -101,27 +104,10 @@ def _has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _rate(n: int, ms: float) -> float:
-    return 2 * n**3 / ms / 1e9
-
-
-def _launch_us(device: torch.device) -> float:
-    """Microseconds per launch of a one-element kernel, launched one after the other."""
+def _launch_us(device: torch.device, seconds: float, graph: bool = False) -> float:
+    """Microseconds per launch of a one-element kernel, launched one after the other or inside one CUDA graph."""
     x = torch.rand(1, device=device)
-    for _ in range(100):
-        x.add_(1)
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(LAUNCHES):
-        x.add_(1)
-    synchronize(device)
-    return (time.perf_counter() - began) / LAUNCHES * 1e6
-
-
-def _graph_launch_us(device: torch.device, seconds: float) -> float:
-    """The same inside one CUDA graph."""
-    x = torch.rand(1, device=device)
-    return measure([lambda: x.add_(1)] * LAUNCHES, device, seconds=seconds, graph=True).median * 1e3
+    return measure([lambda: x.add_(1)] * LAUNCHES, device, seconds=seconds, graph=graph).median * 1e3
 
 
 def _short(dtype: torch.dtype) -> str:

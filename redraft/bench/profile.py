@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -100,11 +100,10 @@ def to_dict(step: StepResult, activity: DeviceActivity | None) -> dict[str, Any]
     result["amdahl"] = {b.name: {"ms": b.ms, "left_ms": b.left_ms, "speedup": b.speedup} for b in amdahl(step)}
     if activity is None:
         return {**result, "gpu": None}
-    operations = [{"name": o.name, "count": o.count, "ms": o.ms} for o in activity.operations]
     gpu = {
         "busy_ms": activity.busy_ms,
         "busy_share": activity.busy_ms / step.pass_ms,
         "operations_per_pass": activity.count,
-        "operations": operations,
+        "operations": [asdict(operation) for operation in activity.operations],
     }
     return {**result, "gpu": gpu}
