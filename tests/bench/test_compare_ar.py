@@ -25,6 +25,7 @@ from redraft.bench.work import Shapes, encode_work, pass_work
 from redraft.config import QuantSpec
 from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage
+from redraft.network.arena import KVArena
 from redraft.store.random import PRESETS
 
 LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
@@ -89,8 +90,6 @@ def test_experts_are_counted_from_their_routing(engine: Engine) -> None:
     visits = [routes._visits(p, a) for p, a in zip(prompts, answers, strict=True)]
     assert together[:2] == [int((visits[0][:, t] | visits[1][:, t]).sum()) for t in range(2)]
     # One step alone routes like the pass over everything.
-    from redraft.network.arena import KVArena
-
     arena = KVArena(engine.config, 1, 8, engine.dtype, engine.device)
     routes.encode(torch.tensor([prompts[0]]), arena)
     routes._chosen = []
@@ -113,20 +112,14 @@ def test_the_comparison(engine: Engine) -> None:
     prompts, seen = [list(range(10 + i, 30 + 2 * i)) for i in range(4)], []
     results = _compare(engine, (1, 4), prompts, seen)
     assert len(seen) == batches_of(4, (1, 4), 3) == (4 + 3) * 3
-    assert seen[:6] == [
-        AUTOREGRESSIVE,
-        "diffusion, 2 passes",
-        OWN_STOP,
-        "diffusion, 2 passes",
-        OWN_STOP,
-        AUTOREGRESSIVE,
-    ]
+    fixed_arm = "diffusion, 2 passes"
+    assert seen[:6] == [AUTOREGRESSIVE, fixed_arm, OWN_STOP, fixed_arm, OWN_STOP, AUTOREGRESSIVE]
     one, four = ({arm.name: arm for arm in result.arms} for result in results)
-    for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP):
+    for name in (AUTOREGRESSIVE, fixed_arm, OWN_STOP):
         alone = [answer for run in one[name].runs for answer in run.answers]
         assert [run.answers for run in four[name].runs] == [alone] * 3
         assert {len(answer) for answer in alone} == {20}
-    autoregressive, fixed, own = (four[name].to_dict() for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP))
+    autoregressive, fixed, own = (four[name].to_dict() for name in (AUTOREGRESSIVE, fixed_arm, OWN_STOP))
     assert (autoregressive["tokens_per_forward"], autoregressive["passes"]) == (1.0, 3 * 20)
     assert (fixed["tokens_per_forward"], fixed["passes"]) == (5.0, 3 * 4)
     tokens = sum(token != 0 for run in four[OWN_STOP].runs for answer in run.answers for token in answer)

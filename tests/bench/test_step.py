@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ from redraft.network.fused import FusedModel
 from redraft.store.random import PRESETS
 
 LIMITS = Probe("test", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
+
+
+def bench(engine: Engine, **changes: Any) -> StepResult:
+    """The shortest run of bench_step."""
+    return bench_step(engine, LIMITS, **{"prompt_tokens": 8, "batch": 1, "passes": 1, "rounds": 1, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +89,7 @@ def test_group_sizes_are_seen_in_the_weights(weights: str, spec: QuantSpec | Non
 
 
 def test_bench_step(engine: Engine) -> None:
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2)
+    result = bench(engine, prompt_tokens=16, passes=2, rounds=2)
     assert tuple(result.parts) == PARTS
     assert result.gaps_ms == pytest.approx(result.pass_ms - sum(part.ms for part in result.parts.values()))
     report = result.to_dict()
@@ -116,7 +122,7 @@ def test_every_pass_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 
     mine = Bare()
     monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens: mine)
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=3, rounds=2)
+    result = bench(engine, prompt_tokens=16, passes=3, rounds=2)
     assert mine.passes == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
     assert {name: part.work for name, part in result.parts.items()} == pass_work(Shapes.of(engine), 1, 16)
 
@@ -159,8 +165,7 @@ def test_the_rival_has_our_shapes(name: str) -> None:
 
 
 def test_transformers_beside_ours(engine: Engine) -> None:
-    arms = rivals(["transformers"], engine, 1, 16)
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2, rivals=arms)
+    result = bench(engine, passes=2, rounds=2, rivals=rivals(["transformers"], engine, 1, 8))
     other = result.to_dict()["arms"]["transformers"]
     assert other["implementation"].startswith("transformers 5.") and "encode_and_setup_ms" in other
     assert set(result.arms) == {OURS, "transformers"}
@@ -171,9 +176,7 @@ def test_a_rival_that_fails_costs_nothing_else(engine: Engine) -> None:
         raise RuntimeError("no\ncompiler")
 
     said: list[str] = []
-    result = bench_step(
-        engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1, rivals={"other": broken}, progress=said.append
-    )
+    result = bench(engine, rivals={"other": broken}, progress=said.append)
     assert "other" in said[0] and said[1] == "timing passes of redraft" and len(said) == 3
     assert result.failed == {"other": "RuntimeError: no compiler"} and set(result.arms) == {OURS}
     assert result.to_dict()["failed"] == result.failed
@@ -223,9 +226,8 @@ def test_amdahls_bound() -> None:
 
 
 def test_without_a_gpu_there_is_no_busy_share(engine: Engine) -> None:
-    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1)
     activity = device_activity(open_step(engine, 1, 8), engine.device)
-    assert activity is None and to_dict(result, activity)["gpu"] is None
+    assert activity is None and to_dict(bench(engine), activity)["gpu"] is None
 
 
 @pytest.mark.gpu
