@@ -70,7 +70,10 @@ def test_debug_after_two_dashes_is_a_prompt(run: Run, engine: FakeEngine) -> Non
         (("chat", "demo", "--entropy-bound", "nan"), "entropy_bound is nan"),
         (("demo", "--max-new-tokens", "-5"), "max_new_tokens is -5"),
         (("generate", "demo", "hi", "--weights", "w3"), "weights is 'w3', expected one of w4, bf16"),
-        (("eval", "demo", "--task", "demo:edit", "--tier", "warp"), "tier is 'warp', expected one of off, bitexact,"),
+        (
+            ("eval", "demo", "--task", "demo:edit", "--tier", "warp"),
+            "tier is 'warp', expected one of off, bitexact, turbo",
+        ),
     ],
 )
 def test_bad_usage_exits_2_before_a_model_is_loaded(
