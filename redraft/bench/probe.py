@@ -6,7 +6,7 @@ Data are random, never zeros: hardware may compress or power-gate zeros. Buffers
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,33 +22,28 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured limits of one device. `matmul` is TFLOP/s by dtype; launch costs are us, None without a GPU's graphs."""
+    """Measured limits of one device. Launch costs are us, None without a GPU's graphs."""
 
     device: str
     copy_gbps: float  # bytes read and bytes written both count
     read_gbps: float
-    matmul: dict[str, float]
+    matmul_tflops: dict[str, float]  # by dtype
     launch_us: float
     graph_launch_us: float | None
-    dtype: str  # of matrix products here: the one a roofline is drawn for
+    roofline_dtype: str  # of matrix products here: the one a roofline is drawn for
 
     @property
     def roofline(self) -> Roofline:
         """The better of the two bandwidths, so that a share of it is never flattering."""
-        return Roofline(max(self.copy_gbps, self.read_gbps), self.matmul[self.dtype])
+        return Roofline(max(self.copy_gbps, self.read_gbps), self.matmul_tflops[self.roofline_dtype])
+
+    @property
+    def ridges(self) -> dict[str, float]:
+        """FLOP per byte from which on arithmetic is the limit, by dtype."""
+        return {name: Roofline(self.roofline.gbps, rate).ridge for name, rate in self.matmul_tflops.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        gbps = self.roofline.gbps
-        return {
-            "device": self.device,
-            "copy_gbps": self.copy_gbps,
-            "read_gbps": self.read_gbps,
-            "matmul_tflops": self.matmul,
-            "ridge_flop_per_byte": {name: rate * 1e3 / gbps for name, rate in self.matmul.items()},
-            "launch_us": self.launch_us,
-            "graph_launch_us": self.graph_launch_us,
-            "roofline_dtype": self.dtype,
-        }
+        return {**asdict(self), "ridge_flop_per_byte": self.ridges}
 
 
 def probe(device: torch.device, seconds: float = 0.3) -> Probe:
@@ -58,10 +53,10 @@ def probe(device: torch.device, seconds: float = 0.3) -> Probe:
         device=device_name(device),
         copy_gbps=copy,
         read_gbps=read,
-        matmul=_matmuls(device, seconds),
+        matmul_tflops=_matmuls(device, seconds),
         launch_us=_launch_us(device, seconds),
         graph_launch_us=_launch_us(device, seconds, graph=True) if device.type == "cuda" else None,
-        dtype=_short(default_dtype(device)),
+        roofline_dtype=_short(default_dtype(device)),
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what is measured next gets the memory back

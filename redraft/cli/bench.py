@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,9 +11,7 @@ from redraft.cli.measuring import Output, describe_machine, load, probe_machine
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from redraft.bench.batch import BatchResult
     from redraft.bench.kernels import KernelResult
@@ -43,6 +40,8 @@ def step(
     output: Output,
 ) -> None:
     """Time a denoising pass, whole and by part, beside other implementations in the same process."""
+    import torch
+
     from redraft.bench.rivals import parse_rivals, rivals
     from redraft.bench.step import bench_step
     from redraft.cli.common import working
@@ -52,9 +51,12 @@ def step(
     subject = load(model, loading)
     engine, limits = subject.engine, subject.limits
     about: dict[str, Any] = {"prompt_tokens": prompt_tokens, "batch": batch, "passes": passes, "rounds": rounds}
-    with working("warming up") as status, _explain_out_of_memory(engine.device):
-        others = rivals(names, engine, batch, prompt_tokens)
-        result = bench_step(engine, limits, **about, rivals=others, progress=status.update)
+    others = rivals(names, engine, batch, prompt_tokens)
+    try:
+        with working("warming up") as status:
+            result = bench_step(engine, limits, **about, rivals=others, progress=status.update)
+    except torch.OutOfMemoryError:
+        raise RedraftError(f"{engine.device} ran out of memory; use fewer canvases or a shorter prompt") from None
     print_step(result)
     points = {**result.parts, "pass": result.total}
     output.draw(limits.roofline, points, f"{model}, {batch} canvases, prompt {prompt_tokens}")
@@ -138,17 +140,6 @@ def kernels(
     wrong = [result.name for result in results if not result.gate.passed]
     if wrong:
         raise RedraftError(f"{len(wrong)} of {len(results)} kernels are wrong: {', '.join(wrong)}")
-
-
-@contextmanager
-def _explain_out_of_memory(device: torch.device) -> Iterator[None]:
-    """One line for torch's message of many."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise RedraftError(f"{device} ran out of memory; use fewer canvases or a shorter prompt") from None
 
 
 def print_step(result: StepResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from redraft.cli import options
@@ -45,7 +46,8 @@ class Chat:
         """Read turns until /exit or the end of input. On a pipe, the exit code is that of the last error."""
         interactive = sys.stdin.isatty()
         if interactive:
-            _enable_line_editing()
+            with suppress(ImportError):  # arrow keys and history, where Python was built with readline
+                import readline  # noqa: F401
             print(HELP, file=sys.stderr)
         while (line := self._read(interactive)) is not None and line not in ("/exit", "/quit"):
             try:
@@ -105,11 +107,3 @@ class Chat:
             print_json({**result.to_dict(), **describe(self.engine, self.model)})
         elif on_terminal():
             print_figures(result, self.engine)
-
-
-def _enable_line_editing() -> None:
-    """Arrow keys and history at the prompt, where Python was built with readline."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

@@ -118,7 +118,8 @@ def show_live(
             elif isinstance(event, Committed):
                 view.commit(event)
             else:
-                return _without(event, held)
+                # The engine waits while a draft is drawn, and that is not its speed.
+                return dataclasses.replace(event, seconds=event.seconds - held)
             if began - drawn >= FRAME_SECONDS:
                 live.refresh()
                 drawn = began
@@ -126,9 +127,3 @@ def show_live(
                 time.sleep(pace)
             held += time.perf_counter() - began
     raise RuntimeError("the engine's stream ended without a result")
-
-
-def _without(result: Result, held: float) -> Result:
-    """The result as if nobody had watched: the engine waits while a draft is drawn, and that is not its speed."""
-    seconds = result.seconds - held
-    return dataclasses.replace(result, seconds=seconds)

@@ -20,7 +20,7 @@ def command(*, device: options.Device = None, output: Output) -> None:
     output.check()
     result = probe_machine(target)
     _print(result)
-    output.draw(result.roofline, {}, f"{result.device}, {result.dtype}")
+    output.draw(result.roofline, {}, f"{result.device}, {result.roofline_dtype}")
     output.print({**result.to_dict(), "environment": environment(target)})
 
 
@@ -29,9 +29,9 @@ def _print(result: Probe) -> None:
     from redraft.tables import Table
 
     rows = [("memory, copy", f"{result.copy_gbps:,.0f} GB/s"), ("memory, read", f"{result.read_gbps:,.0f} GB/s")]
-    for name, rate in result.matmul.items():
+    for name, rate in result.matmul_tflops.items():
         rows.append((f"matrix product, {name}", f"{rate:,.3f} TFLOP/s"))
-        rows.append(("  ridge", f"{rate * 1e3 / result.roofline.gbps:,.0f} FLOP/byte"))
+        rows.append(("  ridge", f"{result.ridges[name]:,.0f} FLOP/byte"))
     rows.append(("launch of a tiny kernel", f"{result.launch_us:.2f} us"))
     if result.graph_launch_us is not None:
         rows.append(("the same in a CUDA graph", f"{result.graph_launch_us:.2f} us"))

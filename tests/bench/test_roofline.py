@@ -109,7 +109,7 @@ def test_probe_measures_a_cpu() -> None:
     result = probe(torch.device("cpu"), seconds=0.01)
     # A machine between a toy and a supercomputer; a wrong unit would be off by a thousand.
     assert 0.5 < result.copy_gbps < 2000 and 0.5 < result.read_gbps < 2000
-    assert 0.001 < result.matmul["float32"] < 50 and set(result.matmul) == {"float32", "bfloat16"}
+    assert 0.001 < result.matmul_tflops["float32"] < 50 and set(result.matmul_tflops) == {"float32", "bfloat16"}
     assert 0.1 < result.launch_us < 1000 and result.graph_launch_us is None
     assert result.roofline.gbps == max(result.copy_gbps, result.read_gbps)
     assert result.to_dict()["ridge_flop_per_byte"]["float32"] == pytest.approx(result.roofline.ridge)
@@ -118,5 +118,5 @@ def test_probe_measures_a_cpu() -> None:
 @pytest.mark.gpu
 def test_probe_measures_a_gpu() -> None:
     result = probe(torch.device("cuda"), seconds=0.05)
-    assert result.matmul["bfloat16"] > 10 and result.dtype == "bfloat16"
+    assert result.matmul_tflops["bfloat16"] > 10 and result.roofline_dtype == "bfloat16"
     assert result.graph_launch_us is not None and result.graph_launch_us < result.launch_us
