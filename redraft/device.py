@@ -1,10 +1,13 @@
-"""Which device and dtype to run on, and how much memory is free or was used."""
+"""Devices: which to run on and in which dtype, their memory, and what a figure measured on one depends on."""
 
 from __future__ import annotations
 
+import platform
 import resource
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,15 +46,48 @@ def free_memory(device: torch.device) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for everything queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def reset_peak(device: torch.device) -> None:
-    """Begin a new peak of allocated memory, where the device counts one."""
+    """Start a new peak of allocated memory (a GPU's only; a process's peak cannot be restarted)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak of allocated memory since `reset_peak` on a GPU; the process's peak resident size on a CPU."""
+    """Peak of allocated bytes since `reset_peak` on a GPU; the process's peak resident size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on: device and versions."""
+    import redraft
+
+    return {
+        "device": device_name(device),
+        "redraft": redraft.__version__,
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -14,34 +14,25 @@ from itertools import zip_longest
 import torch
 
 from redraft.bench.roofline import Work
-from redraft.bench.work import encode_work, pass_work
-from redraft.config import ModelConfig, QuantSpec
+from redraft.bench.work import Shapes, encode_work, pass_work
 from redraft.kernels.router import route
 from redraft.network.arena import KVArena
 from redraft.network.model import Model
 from redraft.network.weights import LayerWeights
-from redraft.store.dg_w4a16 import packed_bytes
 
 
 def diffusion_work(
-    config: ModelConfig,
-    spec: QuantSpec | None,
-    itemsize: int,
-    prompts: Sequence[int],
-    steps: Sequence[Sequence[int]],
-    lockstep: bool,
+    shapes: Shapes, prompts: Sequence[int], steps: Sequence[Sequence[int]], lockstep: bool
 ) -> tuple[Work, int]:
     """Work of the denoise passes and of the commits between canvases, and the number of passes of the whole batch.
 
     prompts: tokens of each request; steps: its passes by canvas. lockstep: requests begin every canvas together, as on
     the reference network; in slots each goes on at its own pace.
     """
-    passes = denoise_passes(prompts, steps, config.canvas_length, lockstep)
-    work = Work(0, 0)
-    for prefixes in passes:
-        parts = pass_work(config, spec, itemsize, len(prefixes), _mean(prefixes))
-        work = sum(parts.values(), work)
-    one = encode_work(config, spec, itemsize, config.canvas_length)
+    length = shapes.config.canvas_length
+    passes = denoise_passes(prompts, steps, length, lockstep)
+    work = Work.total(w for prefixes in passes for w in pass_work(shapes, len(prefixes), _mean(prefixes)).values())
+    one = encode_work(shapes, length)
     for canvas in range(1, max(map(len, steps))):
         commits = sum(len(own) > canvas for own in steps)
         work += Work(one.bytes * (1 if lockstep else commits), one.flops * commits)
@@ -63,44 +54,27 @@ def denoise_passes(
     return [_present(column) for column in zip_longest(*rows)]
 
 
-def autoregressive_work(
-    config: ModelConfig,
-    spec: QuantSpec | None,
-    itemsize: int,
-    prompts: Sequence[int],
-    answers: Sequence[int],
-    experts: Sequence[int],
-) -> Work:
+def autoregressive_work(shapes: Shapes, prompts: Sequence[int], answers: Sequence[int], experts: Sequence[int]) -> Work:
     """Work of the steps of answers of `answers` tokens to prompts of `prompts` tokens.
 
     experts: distinct experts that each step visits, over all layers together.
     """
     rows = [range(prompt - 1, prompt - 1 + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     prefixes = [_present(column) for column in zip_longest(*rows)]
-    steps = (
-        step_work(config, spec, itemsize, len(p), _mean(p), visited)
-        for p, visited in zip(prefixes, experts, strict=True)
+    return Work.total(
+        step_work(shapes, len(own), _mean(own), visited) for own, visited in zip(prefixes, experts, strict=True)
     )
-    return sum(steps, Work(0, 0))
 
 
-def step_work(
-    config: ModelConfig, spec: QuantSpec | None, itemsize: int, batch: int, prefix: int, experts: int
-) -> Work:
+def step_work(shapes: Shapes, batch: int, prefix: int, experts: int) -> Work:
     """Work of one token of `batch` requests over `prefix` committed tokens each, head and argmax included."""
-    parts = pass_work(replace(config, canvas_length=1), spec, itemsize, batch, prefix)
+    config = shapes.config
+    parts = pass_work(replace(shapes, config=replace(config, canvas_length=1)), batch, prefix)
     del parts["self-conditioning"]
     parts["sampling"] = Work(parts["sampling"].bytes, batch * config.vocab_size)  # the argmax
-    hidden = 2 * config.num_layers * batch * config.hidden_size * itemsize
-    parts["experts"] = Work(experts * expert_bytes(config, spec, itemsize) + hidden, parts["experts"].flops)
-    return sum(parts.values(), Work(0, 0))
-
-
-def expert_bytes(config: ModelConfig, spec: QuantSpec | None, itemsize: int) -> float:
-    """Weights of one expert of one layer."""
-    if spec is not None:
-        return packed_bytes(config, spec) / config.num_experts
-    return 3 * config.hidden_size * config.moe_intermediate_size * itemsize
+    hidden = 2 * config.num_layers * batch * config.hidden_size * shapes.itemsize
+    parts["experts"] = Work(experts * shapes.expert_bytes + hidden, parts["experts"].flops)
+    return Work.total(parts.values())
 
 
 class Routes(Model):

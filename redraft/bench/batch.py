@@ -10,47 +10,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from redraft.bench.probe import Probe
-from redraft.bench.roofline import Point, Roofline, Work
-from redraft.bench.step import StepArm, expert_spec, open_step
-from redraft.bench.timing import Timing, interleave, peak_bytes, reset_peak
-from redraft.bench.work import pass_work
+from redraft.bench.roofline import Measured, Work
+from redraft.bench.step import StepArm, open_step
+from redraft.bench.timing import interleave
+from redraft.bench.work import Shapes, pass_work
+from redraft.device import peak_bytes, reset_peak
 from redraft.errors import MemoryShortage
 
 if TYPE_CHECKING:
     from redraft.engine.engine import Engine
 
-SIZES = (1, 2, 4, 8, 16, 32)
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Passes of one batch size. `timing` is ms per pass, None when memory did not suffice."""
+    """Passes of one batch size; `measured` is None when memory did not suffice."""
 
     canvases: int
-    work: Work
-    roofline: Roofline
-    timing: Timing | None
-    peak_bytes: int | None
+    measured: Measured | None
+    peak_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        if self.timing is None:
-            return {"canvases": self.canvases, "error": "out of memory"}
-        ms = self.timing.median
+        if self.measured is None:
+            return {"canvases": self.canvases, "error": OUT_OF_MEMORY}
+        figures = self.measured.to_dict()
+        kept = ("ms_low", "ms_high", "gbps", "tflops", "floor_ms", "share_of_roofline")
         return {
             "canvases": self.canvases,
-            "ms_per_pass": ms,
-            "ms_low": self.timing.low,
-            "ms_high": self.timing.high,
-            "ms_per_pass_and_canvas": ms / self.canvases,
-            "gbps": self.work.bytes / ms / 1e6,
-            "tflops": self.work.flops / ms / 1e9,
-            "floor_ms": self.roofline.floor_ms(self.work),
-            "share_of_roofline": self.roofline.share(self.work, ms),
+            "ms_per_pass": figures["ms"],
+            "ms_per_pass_and_canvas": figures["ms"] / self.canvases,
+            **{name: figures[name] for name in kept},
             "peak_bytes": self.peak_bytes,
         }
-
-    def point(self) -> Point | None:
-        return Point(f"{self.canvases} canvases", self.work, self.timing.median) if self.timing else None
 
 
 def bench_batch(
@@ -58,24 +50,23 @@ def bench_batch(
 ) -> Iterator[BatchResult]:
     """Time each batch size in turn; the first that does not fit is the last."""
     for size in sizes:
-        parts = pass_work(engine.config, expert_spec(engine), engine.dtype.itemsize, size, prompt_tokens)
-        work = sum(parts.values(), Work(0, 0))
         try:
-            timing, peak = _time(engine, size, prompt_tokens, passes, rounds)
+            yield _bench(engine, probe, size, prompt_tokens, passes, rounds)
         except (torch.OutOfMemoryError, MemoryShortage):
-            yield BatchResult(size, work, probe.roofline, None, None)
+            yield BatchResult(size, None)
             return
         finally:
             release(engine.device)
-        yield BatchResult(size, work, probe.roofline, timing, peak)
 
 
-def _time(engine: Engine, size: int, prompt_tokens: int, passes: int, rounds: int) -> tuple[Timing, int]:
+def _bench(engine: Engine, probe: Probe, size: int, prompt_tokens: int, passes: int, rounds: int) -> BatchResult:
+    work = pass_work(Shapes.of(engine), size, prompt_tokens)
     reset_peak(engine.device)
     arm = StepArm(open_step(engine, size, prompt_tokens), engine.device)
     arm.ms_per_pass(2)  # warm-up
     timing = interleave({"": lambda: arm.ms_per_pass(passes)}, rounds)[""]
-    return timing, peak_bytes(engine.device)
+    measured = Measured(Work.total(work.values()), timing, probe.roofline)
+    return BatchResult(size, measured, peak_bytes(engine.device))
 
 
 def release(device: torch.device) -> None:

@@ -7,7 +7,6 @@ that makes fewer than LEAST_BATCHES batches, they are answered several times.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +16,19 @@ import torch
 
 from redraft.bench.answer_work import Routes, autoregressive_work, diffusion_work
 from redraft.bench.autoregressive import FusedGreedy, GreedyDecoder, ReferenceGreedy
-from redraft.bench.batch import release
+from redraft.bench.batch import OUT_OF_MEMORY, release
 from redraft.bench.probe import Probe
-from redraft.bench.roofline import Roofline, Work, save_figure
-from redraft.bench.step import expert_spec
-from redraft.bench.timing import synchronize, wall_ms
+from redraft.bench.roofline import Measured, Roofline, Work, save_figure
+from redraft.bench.timing import Timing, percentile, wall_ms
+from redraft.bench.work import Shapes
 from redraft.config import DecodeSettings
+from redraft.engine.events import count_tokens
 from redraft.engine.graphs import GraphRunner
 from redraft.errors import MemoryShortage
-from redraft.evaluate.statistics import percentile
 
 if TYPE_CHECKING:
     from redraft.engine.engine import Engine
 
-SIZES = (1, 2, 4, 8, 16)
 AUTOREGRESSIVE = "autoregressive"
 OWN_STOP = "diffusion, own stop"
 LEAST_BATCHES = 3
@@ -67,9 +65,9 @@ class ArmResult:
     def to_dict(self) -> dict[str, Any]:
         seconds, answers = sum(run.seconds for run in self.runs), self.answer_seconds
         tokens, passes = (sum(getattr(run, name) for run in self.runs) for name in ("tokens", "passes"))
-        work = sum((run.work for run in self.runs), Work(0, 0))
-        ms = 1e3 * (seconds - sum(self.prompt_seconds))
-        gbps, tflops = work.bytes / ms / 1e6, work.flops / ms / 1e9
+        decoding_ms = 1e3 * (seconds - sum(self.prompt_seconds))
+        work = Work.total(run.work for run in self.runs)
+        measured = Measured(work, Timing.of([decoding_ms]), self.roofline)
         return {
             "answers": len(answers),
             "answer_seconds": {
@@ -80,13 +78,13 @@ class ArmResult:
             "tokens_per_answer": tokens / len(answers),
             "tokens_per_forward": tokens / sum(run.forwards for run in self.runs),
             "passes": passes,
-            "ms_per_pass": ms / passes,
+            "ms_per_pass": decoding_ms / passes,
             "bytes_per_token": work.bytes / tokens,
             "flops_per_token": work.flops / tokens,
-            "gbps": gbps,
-            "share_of_bandwidth": gbps / self.roofline.gbps,
-            "tflops": tflops,
-            "share_of_matmul": tflops / self.roofline.tflops,
+            "gbps": measured.gbps,
+            "share_of_bandwidth": measured.gbps / self.roofline.gbps,
+            "tflops": measured.tflops,
+            "share_of_matmul": measured.tflops / self.roofline.tflops,
             "experts_per_layer": self.experts_per_layer,
         }  # fmt: skip
 
@@ -127,10 +125,8 @@ def compare_ar(
     for size in sizes:
         try:
             result = _Comparison(engine, routes, prompts, size, fixed_passes, settings, seed).run(probe, progress)
-        except torch.OutOfMemoryError:
-            result = SizeResult(size, [], "out of memory")
-        except MemoryShortage as e:
-            result = SizeResult(size, [], str(e))
+        except (torch.OutOfMemoryError, MemoryShortage) as e:
+            result = SizeResult(size, [], str(e) if isinstance(e, MemoryShortage) else OUT_OF_MEMORY)
         finally:
             release(engine.device)
         yield result
@@ -161,7 +157,7 @@ class _Comparison:
         seed: int,
     ):
         self.engine, self.routes, self.size, self.settings, self.seed = engine, routes, size, settings, seed
-        self.config, self.spec, self.itemsize = engine.config, expert_spec(engine), engine.dtype.itemsize
+        self.config, self.shapes = engine.config, Shapes.of(engine)
         self.groups = [list(prompts[i : i + size]) for i in range(0, len(prompts) // size * size, size)]
         self.lockstep = engine.fused is None or engine.tier != "turbo"
         self.greedy = self._decoder(max(map(len, prompts)))
@@ -212,20 +208,18 @@ class _Comparison:
         return wall_ms(lambda: self.greedy.read(self.groups[index]), self.engine.device) / 1e3
 
     def _autoregressive(self, index: int) -> Answered:
-        prompts, device = self.groups[index], self.engine.device
-        synchronize(device)
-        began = time.perf_counter()
-        self.greedy.read(prompts)
-        answers = self.greedy.decode()
-        synchronize(device)
-        seconds = time.perf_counter() - began
-        lengths = [len(answer) for answer in answers]
+        prompts, answers = self.groups[index], []
+
+        def answer() -> None:
+            self.greedy.read(prompts)
+            answers.extend(self.greedy.decode())
+
+        seconds = wall_ms(answer, self.engine.device) / 1e3
+        lengths = [len(tokens) for tokens in answers]
         experts = self.routes.experts_per_step(prompts, answers)
         self.expert_reads, self.steps = self.expert_reads + sum(experts), self.steps + len(experts)
-        work = autoregressive_work(
-            self.config, self.spec, self.itemsize, [len(prompt) for prompt in prompts], lengths, experts
-        )
-        ended = [answer[-1] in self.settings.eos_token_ids for answer in answers]
+        work = autoregressive_work(self.shapes, [len(prompt) for prompt in prompts], lengths, experts)
+        ended = [tokens[-1] in self.settings.eos_token_ids for tokens in answers]
         return Answered(answers, ended, self._count(answers), sum(lengths), max(lengths), seconds, work)
 
     def _diffusion(self, rule: DecodeSettings) -> Callable[[int], Answered]:
@@ -235,17 +229,17 @@ class _Comparison:
             seed = first if self.engine.tier != "turbo" else range(first, first + len(prompts))
             results = self.engine.generate_batch(prompts, seed=seed, **vars(rule))
             steps, answers = [r.steps_per_canvas for r in results], [r.token_ids for r in results]
-            work, passes = diffusion_work(
-                self.config, self.spec, self.itemsize, [len(prompt) for prompt in prompts], steps, self.lockstep
-            )
+            work, passes = diffusion_work(self.shapes, [len(prompt) for prompt in prompts], steps, self.lockstep)
             ended = [r.finish_reason == "stop" for r in results]
-            forwards = sum(map(sum, steps))
-            return Answered(answers, ended, self._count(answers), forwards, passes, results[0].seconds, work)
+            forwards = sum(r.forwards for r in results)
+            return Answered(
+                answers, ended, self._count(answers), forwards, passes, max(r.seconds for r in results), work
+            )
 
         return answer
 
     def _count(self, answers: list[list[int]]) -> int:
-        return sum(token != self.config.pad_token_id for answer in answers for token in answer)
+        return sum(count_tokens(answer, self.config.pad_token_id) for answer in answers)
 
 
 def plot_comparison(path: Path, results: Sequence[SizeResult], roofline: Roofline, title: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from redraft.bench.step import ENDLESS_SETTINGS, random_tokens
+from redraft.bench.passes import ENDLESS_SETTINGS, random_tokens
 from redraft.decode.entropy_bound import ENTROPY_BOUND
 from redraft.engine.graphs import GraphRunner
 from redraft.engine.runner import admit_prompts
@@ -13,7 +13,7 @@ from redraft.network.fused import FusedLayer, FusedModel
 
 
 class FusedStep:
-    """A batch in the slots of a GraphRunner; implements `step.DenoiseStep`."""
+    """A batch in the slots of a GraphRunner; implements `passes.DenoiseStep`."""
 
     name = "fused"
     capturable = True
@@ -39,9 +39,6 @@ class FusedStep:
         admit_prompts(self.runner, self.prompts, ENTROPY_BOUND, ENDLESS_SETTINGS)
         self.runner.start(self.slots)
         return None
-
-    def fused(self) -> Mapping[str, str]:
-        return {}
 
     def parts(self) -> Mapping[str, Callable[[], object]]:
         """The launches of a pass by part; norms that end another launch (of the embedding, of q and k) stay there."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.roofline import Point, Roofline, Work
+from redraft.bench.roofline import Measured, Roofline, Work
 from redraft.bench.timing import Timing, measure
 from redraft.config import ModelConfig, QuantSpec
 from redraft.errors import RedraftError, UsageError
@@ -103,8 +103,8 @@ class KernelResult:
     stock_ms: float | None = None
     compiled_ms: float | None = None
 
-    def point(self) -> Point | None:
-        return Point(self.name, self.work, self.timing.median) if self.work and self.timing else None
+    def measured(self, roofline: Roofline) -> Measured | None:
+        return Measured(self.work, self.timing, roofline) if self.work and self.timing else None
 
     def to_dict(self, roofline: Roofline | None) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -114,20 +114,15 @@ class KernelResult:
             "tolerance": self.tolerance,
             "reason": self.gate.reason,
         }
-        if self.work and self.timing and roofline:
-            ms = self.timing.median
-            result |= {
-                "us": ms * 1e3,
-                "us_low": self.timing.low * 1e3,
-                "us_high": self.timing.high * 1e3,
-                "bytes": self.work.bytes,
-                "flops": self.work.flops,
-                "gbps": self.work.bytes / ms / 1e6,
-                "floor_us": roofline.floor_ms(self.work) * 1e3,
-                "share_of_roofline": roofline.share(self.work, ms),
-                "torch_us": None if self.stock_ms is None else self.stock_ms * 1e3,
-                "compiled_us": None if self.compiled_ms is None else self.compiled_ms * 1e3,
-            }
+        if roofline and (measured := self.measured(roofline)):
+            timing = measured.timing
+            ms = {
+                "us": timing.median, "us_low": timing.low, "us_high": timing.high, "floor_us": measured.floor_ms,
+                "torch_us": self.stock_ms, "compiled_us": self.compiled_ms,
+            }  # fmt: skip
+            result |= {name: None if value is None else value * 1e3 for name, value in ms.items()}
+            rates = measured.rates()
+            result |= {name: rates[name] for name in ("bytes", "flops", "gbps", "share_of_roofline")}
         return result
 
 

@@ -5,15 +5,16 @@ Data are random, never zeros: hardware may compress or power-gate zeros. Buffers
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from redraft.bench.roofline import Roofline
-from redraft.bench.timing import device_name, measure, synchronize
-from redraft.device import default_dtype
+from redraft.bench.timing import measure
+from redraft.device import default_dtype, device_name
 
 LAUNCHES = 1000
 FP8 = "float8_e4m3fn"
@@ -21,33 +22,28 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured limits of one device. `matmul` is TFLOP/s by dtype; launch costs are us, None without a GPU's graphs."""
+    """Measured limits of one device. Launch costs are us, None without a GPU's graphs."""
 
     device: str
     copy_gbps: float  # bytes read and bytes written both count
     read_gbps: float
-    matmul: dict[str, float]
+    matmul_tflops: dict[str, float]  # by dtype
     launch_us: float
     graph_launch_us: float | None
-    dtype: str  # of matrix products here: the one a roofline is drawn for
+    roofline_dtype: str  # of matrix products here: the one a roofline is drawn for
 
     @property
     def roofline(self) -> Roofline:
         """The better of the two bandwidths, so that a share of it is never flattering."""
-        return Roofline(max(self.copy_gbps, self.read_gbps), self.matmul[self.dtype])
+        return Roofline(max(self.copy_gbps, self.read_gbps), self.matmul_tflops[self.roofline_dtype])
+
+    @property
+    def ridges(self) -> dict[str, float]:
+        """FLOP per byte from which on arithmetic is the limit, by dtype."""
+        return {name: Roofline(self.roofline.gbps, rate).ridge for name, rate in self.matmul_tflops.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        gbps = self.roofline.gbps
-        return {
-            "device": self.device,
-            "copy_gbps": self.copy_gbps,
-            "read_gbps": self.read_gbps,
-            "matmul_tflops": self.matmul,
-            "ridge_flop_per_byte": {name: rate * 1e3 / gbps for name, rate in self.matmul.items()},
-            "launch_us": self.launch_us,
-            "graph_launch_us": self.graph_launch_us,
-            "roofline_dtype": self.dtype,
-        }
+        return {**asdict(self), "ridge_flop_per_byte": self.ridges}
 
 
 def probe(device: torch.device, seconds: float = 0.3) -> Probe:
@@ -57,10 +53,10 @@ def probe(device: torch.device, seconds: float = 0.3) -> Probe:
         device=device_name(device),
         copy_gbps=copy,
         read_gbps=read,
-        matmul=_matmuls(device, seconds),
-        launch_us=_launch_us(device),
-        graph_launch_us=_graph_launch_us(device, seconds) if device.type == "cuda" else None,
-        dtype=_short(default_dtype(device)),
+        matmul_tflops=_matmuls(device, seconds),
+        launch_us=_launch_us(device, seconds),
+        graph_launch_us=_launch_us(device, seconds, graph=True) if device.type == "cuda" else None,
+        roofline_dtype=_short(default_dtype(device)),
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what is measured next gets the memory back
@@ -85,14 +81,16 @@ def _matmuls(device: torch.device, seconds: float) -> dict[str, float]:
     """TFLOP/s of square products, per dtype the device supports."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device) for _ in range(2))
+
+    def rate(product: Callable[[], object]) -> float:
+        return 2 * n**3 / measure(product, device, seconds=seconds).median / 1e9
+
     rates = {}
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
-        x, y = a.to(dtype), b.to(dtype)
-        rates[_short(dtype)] = _rate(n, measure(lambda x=x, y=y: x @ y, device, seconds=seconds).median)  # type: ignore[misc]
+        rates[_short(dtype)] = rate(partial(torch.mm, a.to(dtype), b.to(dtype)))
     if _has_fp8(device):
         x, y, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=device)
-        timing = measure(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16), device, seconds=seconds)
-        rates[FP8] = _rate(n, timing.median)
+        rates[FP8] = rate(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16))
     return rates
 
 
@@ -101,27 +99,10 @@ def _has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _rate(n: int, ms: float) -> float:
-    return 2 * n**3 / ms / 1e9
-
-
-def _launch_us(device: torch.device) -> float:
-    """Microseconds per launch of a one-element kernel, launched one after the other."""
+def _launch_us(device: torch.device, seconds: float, graph: bool = False) -> float:
+    """Microseconds per launch of a one-element kernel, launched one after the other or inside one CUDA graph."""
     x = torch.rand(1, device=device)
-    for _ in range(100):
-        x.add_(1)
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(LAUNCHES):
-        x.add_(1)
-    synchronize(device)
-    return (time.perf_counter() - began) / LAUNCHES * 1e6
-
-
-def _graph_launch_us(device: torch.device, seconds: float) -> float:
-    """The same inside one CUDA graph."""
-    x = torch.rand(1, device=device)
-    return measure([lambda: x.add_(1)] * LAUNCHES, device, seconds=seconds, graph=True).median * 1e3
+    return measure([lambda: x.add_(1)] * LAUNCHES, device, seconds=seconds, graph=graph).median * 1e3
 
 
 def _short(dtype: torch.dtype) -> str:

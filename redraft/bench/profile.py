@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from redraft.bench.step import DenoiseStep, StepResult
-from redraft.bench.timing import synchronize
+from redraft.bench.passes import DenoiseStep
+from redraft.bench.step import StepResult
+from redraft.device import synchronize
 
 PROFILED_PASSES = 4
 TOP_OPERATIONS = 20
@@ -50,7 +51,7 @@ class Bound:
 
 def amdahl(step: StepResult) -> list[Bound]:
     """Every timed part and the gaps, the most expensive first."""
-    times = {p.name: p.timing.median for p in step.parts if p.timing} | {"gaps": step.gaps_ms}
+    times = {name: part.ms for name, part in step.parts.items()} | {"gaps": step.gaps_ms}
     bounds = []
     for name, ms in sorted(times.items(), key=lambda item: -item[1]):
         left = step.pass_ms - ms
@@ -99,11 +100,10 @@ def to_dict(step: StepResult, activity: DeviceActivity | None) -> dict[str, Any]
     result["amdahl"] = {b.name: {"ms": b.ms, "left_ms": b.left_ms, "speedup": b.speedup} for b in amdahl(step)}
     if activity is None:
         return {**result, "gpu": None}
-    operations = [{"name": o.name, "count": o.count, "ms": o.ms} for o in activity.operations]
     gpu = {
         "busy_ms": activity.busy_ms,
         "busy_share": activity.busy_ms / step.pass_ms,
         "operations_per_pass": activity.count,
-        "operations": operations,
+        "operations": [asdict(operation) for operation in activity.operations],
     }
     return {**result, "gpu": gpu}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from redraft.bench.step import Arm, random_tokens
+from redraft.bench.passes import random_tokens
+from redraft.bench.step import Arm
 from redraft.bench.timing import wall_ms
 from redraft.config import ModelConfig, check_choice
 from redraft.errors import RedraftError

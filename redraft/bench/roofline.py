@@ -5,14 +5,16 @@ Both limits are measured on the device in the same run (`probe.py`), never taken
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redraft.errors import RedraftError, UsageError
+from redraft.files import replacing
+
+if TYPE_CHECKING:
+    from redraft.bench.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,13 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.bytes * times, self.flops * times)
+
+    @classmethod
+    def total(cls, works: Iterable[Work]) -> Work:
+        return sum(works, cls(0, 0))
 
     @property
     def intensity(self) -> float:
@@ -46,22 +55,49 @@ class Roofline:
     def floor_ms(self, work: Work) -> float:
         return max(work.bytes / (self.gbps * 1e6), work.flops / (self.tflops * 1e9))
 
-    def share(self, work: Work, ms: float) -> float:
-        """Floor over time: 1 is the limit. Above 1 the data came from a cache."""
-        return self.floor_ms(work) / ms
-
 
 @dataclass(frozen=True)
-class Point:
-    """Something timed, for the plot."""
+class Measured:
+    """Work, the time that it took, and the limits that both are held against: every figure of a timing."""
 
-    name: str
     work: Work
-    ms: float
+    timing: Timing
+    roofline: Roofline
+
+    @property
+    def ms(self) -> float:
+        return self.timing.median
 
     @property
     def gbps(self) -> float:
-        return self.work.bytes / (self.ms * 1e6)
+        return self.work.bytes / self.ms / 1e6
+
+    @property
+    def tflops(self) -> float:
+        return self.work.flops / self.ms / 1e9
+
+    @property
+    def floor_ms(self) -> float:
+        return self.roofline.floor_ms(self.work)
+
+    @property
+    def share(self) -> float:
+        """Floor over time: 1 is the limit. Above 1 the data came from a cache."""
+        return self.floor_ms / self.ms
+
+    def rates(self) -> dict[str, float]:
+        """What the time means, without the time."""
+        return {
+            "bytes": self.work.bytes,
+            "flops": self.work.flops,
+            "gbps": self.gbps,
+            "tflops": self.tflops,
+            "floor_ms": self.floor_ms,
+            "share_of_roofline": self.share,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.timing.to_dict(), **self.rates()}
 
 
 PLOT_KINDS = (".png", ".svg", ".pdf")
@@ -84,7 +120,7 @@ def check_matplotlib(who: str) -> None:
         raise RedraftError(f"{who} needs matplotlib, which is not installed: pip install 'redraft[plot]'") from None
 
 
-def plot_roofline(path: Path, roofline: Roofline, points: Sequence[Point], title: str) -> None:
+def plot_roofline(path: Path, roofline: Roofline, points: Mapping[str, Measured], title: str) -> None:
     """Draw measured limits and every point.
 
     Copies, which compute nothing, stand at the left edge, as far below the line as their bandwidth is.
@@ -94,18 +130,18 @@ def plot_roofline(path: Path, roofline: Roofline, points: Sequence[Point], title
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    low = min([0.1, *(p.work.intensity / 2 for p in points if p.work.flops)])
-    high = max([roofline.ridge * 10, *(p.work.intensity * 2 for p in points)])
+    works = [point.work for point in points.values()]
+    low = min([0.1, *(work.intensity / 2 for work in works if work.flops)])
+    high = max([roofline.ridge * 10, *(work.intensity * 2 for work in works)])
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     axes.plot([low, roofline.ridge, high], [low * roofline.gbps / 1e3, roofline.tflops, roofline.tflops], color="black")
-    for point in points:
+    for name, point in points.items():
         x = point.work.intensity or low
         y = x * point.gbps / 1e3
         (dot,) = axes.plot(x, y, "o")
-        label = f"{point.name}: {roofline.share(point.work, point.ms):.0%}"
+        label = f"{name}: {point.share:.0%}"
         axes.annotate(
-            label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8,
-            color=dot.get_color(),
+            label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8, color=dot.get_color()
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
     axes.grid(True, which="both", alpha=0.2)
@@ -121,20 +157,7 @@ def save_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
-            partial = Path(file.name)
-        try:
-            figure.savefig(partial, dpi=150)
-            os.chmod(partial, 0o666 & ~_umask())
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            figure.savefig(file.name, format=path.suffix[1:].lower(), dpi=150)
     finally:
         pyplot.close(figure)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import statistics
-import sys
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ from typing import Any
 
 import torch
 
+from redraft.device import synchronize
 from redraft.engine.graphs import PassGraph
 
 Call = Callable[[], Any]
@@ -33,16 +31,22 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], graph: bool = False) -> Timing:
-        ordered = sorted(samples)
-        last = len(ordered) - 1
-        low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-        return cls(statistics.median(ordered), low, high, len(ordered), graph)
+        median, low, high = (percentile(samples, q) for q in (50, 10, 90))
+        return cls(median, low, high, len(samples), graph)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ms": self.median, "ms_low": self.low, "ms_high": self.high, "runs": self.runs}
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for everything queued on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100), linear between neighbours. No values are an error."""
+    if not values:
+        raise ValueError("percentile of no values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def wall_ms(call: Call, device: torch.device) -> float:
@@ -96,46 +100,3 @@ def _sample(call: Call, device: torch.device) -> float:
     after.record()
     torch.cuda.synchronize(device)
     return before.elapsed_time(after)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Start a new peak of allocated memory (a GPU's only; a process's peak cannot be restarted)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak of allocated bytes since `reset_peak` on a GPU; the process's peak resident size on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on: device and versions."""
-    import redraft
-
-    return {
-        "device": device_name(device),
-        "redraft": redraft.__version__,
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

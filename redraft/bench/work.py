@@ -6,73 +6,118 @@ by the next pass's self-conditioning. What an implementation moves beyond that c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from redraft.bench.roofline import Work
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
+from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.store.dg_w4a16 import packed_bytes
+
+if TYPE_CHECKING:
+    from redraft.engine.engine import Engine
 
 PARTS = (
     "embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling"
 )  # fmt: skip
 
 
-def pass_work(config: ModelConfig, spec: QuantSpec | None, itemsize: int, batch: int, prefix: int) -> dict[str, Work]:
-    """Work of one pass of `batch` canvases over `prefix` committed tokens each; `spec` None means experts unpacked."""
+@dataclass(frozen=True)
+class Shapes:
+    """What work follows from. spec: group sizes of packed experts, or None; itemsize: bytes of all other elements."""
+
+    config: ModelConfig
+    spec: QuantSpec | None
+    itemsize: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Shapes:
+        return cls(engine.config, expert_spec(engine), engine.dtype.itemsize)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Weights of one expert of one layer."""
+        if self.spec is not None:
+            return packed_bytes(self.config, self.spec) / self.config.num_experts
+        return 3 * self.config.hidden_size * self.config.moe_intermediate_size * self.itemsize
+
+
+def expert_spec(engine: Engine) -> QuantSpec | None:
+    """Group sizes of the experts in memory, None when they are not packed."""
+    experts = engine.model.weights.layers[0].experts
+    if isinstance(experts, DenseExperts):
+        return None
+    if not isinstance(experts, PackedExperts):
+        return experts.spec
+    config = engine.config
+    return QuantSpec(
+        config.hidden_size // experts.gu_s.shape[-1], config.moe_intermediate_size // experts.dn_s.shape[-1]
+    )
+
+
+def pass_work(shapes: Shapes, batch: int, prefix: int) -> dict[str, Work]:
+    """Work of one pass of `batch` canvases over `prefix` committed tokens each."""
+    config, itemsize = shapes.config, shapes.itemsize
     rows, h, v = batch * config.canvas_length, config.hidden_size, config.vocab_size
-    wide, layers = config.intermediate_size, config.num_layers
+    layers, experts = config.num_layers, config.num_experts
     hidden, logits = rows * h * itemsize, rows * v * itemsize
-    mlp = Work(3 * h * wide * itemsize + 2 * hidden, 6 * rows * h * wide)
-    attention = sum((_attention(config, layer, itemsize, batch, prefix) for layer in config.layers), Work(0, 0))
-    experts = config.num_experts
+    mlp = _mlp(shapes, rows) + Work(2 * hidden, 0)
     router = Work(experts * h * itemsize + hidden + 8 * rows * config.top_k_experts, 2 * rows * experts * h)
     # Seven norms read and write, two of them also read and write the residual; then the final norm.
     norms = Work((layers * (7 * 2 + 2 * 2) + 2) * hidden, (layers * 7 + 1) * 4 * rows * h)
     return {
         "embed": Work(2 * hidden, rows * h),
         "self-conditioning": Work(v * h * itemsize + logits, 2 * rows * v * h) + mlp,
-        "attention": attention,
-        "dense": Work(layers * mlp.bytes, layers * mlp.flops),
-        "router": Work(layers * router.bytes, layers * router.flops),
-        "experts": _experts(config, spec, itemsize, rows),
+        "attention": Work.total(_attention(shapes, layer, batch, prefix) for layer in config.layers),
+        "dense": mlp * layers,
+        "router": router * layers,
+        "experts": _experts(shapes, rows),
         "norms": norms,
         "head": Work(v * h * itemsize + hidden + logits, 2 * rows * v * h),
         "sampling": Work(logits, 8 * rows * v),
     }
 
 
-def encode_work(config: ModelConfig, spec: QuantSpec | None, itemsize: int, tokens: int) -> Work:
+def encode_work(shapes: Shapes, tokens: int) -> Work:
     """Work of encoding `tokens` of one prompt: the layers, without head, sampling and self-conditioning."""
-    rows, h = tokens, config.hidden_size
-    hidden = rows * h * itemsize
-    dense = Work(3 * h * config.intermediate_size * itemsize, 6 * rows * h * config.intermediate_size)
-    total = Work(2 * hidden, 0) + _experts(config, spec, itemsize, rows)
+    config = shapes.config
+    total = Work(2 * tokens * config.hidden_size * shapes.itemsize, 0) + _experts(shapes, tokens)
     for layer in config.layers:
         window = config.sliding_window if layer.kind == "sliding" else tokens
         seen = sum(min(i + 1, window) for i in range(tokens))
-        total += _projections(config, layer, itemsize, rows) + dense
+        total += _projections(shapes, layer, tokens) + _mlp(shapes, tokens)
         total += Work(0, 4 * config.num_heads * layer.head_dim * seen)
     return total
 
 
-def _projections(config: ModelConfig, layer: LayerConfig, itemsize: int, rows: int) -> Work:
+def _mlp(shapes: Shapes, rows: int) -> Work:
+    """The dense MLP of one layer, its weights alone in bytes."""
+    weights = 3 * shapes.config.hidden_size * shapes.config.intermediate_size
+    return Work(weights * shapes.itemsize, 2 * rows * weights)
+
+
+def _projections(shapes: Shapes, layer: LayerConfig, rows: int) -> Work:
     kv = layer.num_kv_heads * (2 if layer.kind == "sliding" else 1)
-    weights = config.hidden_size * layer.head_dim * (2 * config.num_heads + kv)
-    return Work(weights * itemsize, 2 * rows * weights)
+    weights = shapes.config.hidden_size * layer.head_dim * (2 * shapes.config.num_heads + kv)
+    return Work(weights * shapes.itemsize, 2 * rows * weights)
 
 
-def _attention(config: ModelConfig, layer: LayerConfig, itemsize: int, batch: int, prefix: int) -> Work:
+def _attention(shapes: Shapes, layer: LayerConfig, batch: int, prefix: int) -> Work:
     """Projections, the stored keys and values read once, and softmax(QK^T)V over prefix and canvas."""
+    config = shapes.config
     rows = batch * config.canvas_length
     stored = min(prefix, config.sliding_window - 1) if layer.kind == "sliding" else prefix
-    keys_values = 2 * batch * stored * layer.num_kv_heads * layer.head_dim * itemsize
+    keys_values = 2 * batch * stored * layer.num_kv_heads * layer.head_dim
     scores = 4 * rows * config.num_heads * layer.head_dim * (stored + config.canvas_length)
-    in_out = Work(2 * rows * config.hidden_size * itemsize + keys_values, scores)
-    return _projections(config, layer, itemsize, rows) + in_out
+    in_out = Work((2 * rows * config.hidden_size + keys_values) * shapes.itemsize, scores)
+    return _projections(shapes, layer, rows) + in_out
 
 
-def _experts(config: ModelConfig, spec: QuantSpec | None, itemsize: int, rows: int) -> Work:
+def _experts(shapes: Shapes, rows: int) -> Work:
     """All layers: every expert that can be visited is read once; routing of random weights leaves hardly one out."""
-    h, inner, slots = config.hidden_size, config.moe_intermediate_size, rows * config.top_k_experts
-    one_layer = packed_bytes(config, spec) if spec else 3 * config.num_experts * h * inner * itemsize
-    visited = min(1.0, slots / config.num_experts)
-    bytes_read = one_layer * visited + 2 * rows * h * itemsize
-    return Work(config.num_layers * bytes_read, config.num_layers * 6 * slots * h * inner)
+    config = shapes.config
+    h, slots = config.hidden_size, rows * config.top_k_experts
+    visited = min(config.num_experts, slots) * shapes.expert_bytes
+    return (
+        Work(visited + 2 * rows * h * shapes.itemsize, 6 * slots * h * config.moe_intermediate_size) * config.num_layers
+    )

@@ -25,21 +25,9 @@ from redraft.errors import RedraftError
 LIBRARY_SETTINGS = {"OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
 
 COMMANDS = (
-    "demo",
-    "generate",
-    "chat",
-    "quantize",
-    "export",
-    "merge-lora",
-    "inspect",
-    "eval",
-    "ab",
-    "probe",
-    "bench",
-    "compare-ar",
-    "profile",
-    "tune",
-)
+    "demo", "generate", "chat", "quantize", "export", "merge-lora", "inspect", "eval", "ab", "probe", "bench",
+    "compare-ar", "profile", "tune",
+)  # fmt: skip
 
 # typer keeps the base class of its usage errors private (and moved it between releases); BadParameter is public.
 _TyperUsageError: Any = typer.BadParameter.__mro__[1]

@@ -114,17 +114,18 @@ def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
 
 def _print(report: dict[str, Any], folder: Path) -> None:
     """The figures over all tasks, a line per arm, and where the rest is."""
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
     from redraft.evaluate.report import COMPARISON, cells, order_text, overall, verdict
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     rows = [(arm["name"], *cells(COMPARISON, overall(report["results"][arm["name"]]))) for arm in report["arms"]]
-    console.print(table(("arm", *COMPARISON), rows))
+    console.print(Table(("arm", *COMPARISON), rows))
     for pair in report["comparisons"]:
-        console.print(verdict(pair, report).replace("**", ""), markup=False, soft_wrap=True)
+        console.print(verdict(pair, report).replace("**", ""))
     if not report["together"]:
-        console.print(order_text(False, report["why_in_place"]), markup=False, soft_wrap=True)
-    console.print(f"{folder / 'report.md'}", markup=False, soft_wrap=True)
+        console.print(order_text(False, report["why_in_place"]))
+    console.print(f"{folder / 'report.md'}")
 
 
 def _slug(model: str) -> str:

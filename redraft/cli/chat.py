@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from redraft.cli import options
@@ -15,24 +16,18 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
+@options.grouped
 def command(
+    *,
     model: options.Model,
     system: options.System = None,
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    entropy_bound: options.EntropyBound = None,
-    steps: options.Steps = None,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
+    decoding: options.Decoding,
+    loading: options.Loading,
     json_output: options.Json = False,
 ) -> int:
     """Talk with a model; it remembers the turns before. Lines of a piped stdin are turns. /help lists commands."""
-    from redraft.cli.common import load_engine
-
-    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
-    engine = load_engine(model, weights, tier, device)
-    return Chat(engine, model, system, seed, settings, json_output).run()
+    settings = decoding.settings()
+    return Chat(loading.engine(model), model, system, decoding.seed, settings, json_output).run()
 
 
 class Chat:
@@ -51,7 +46,8 @@ class Chat:
         """Read turns until /exit or the end of input. On a pipe, the exit code is that of the last error."""
         interactive = sys.stdin.isatty()
         if interactive:
-            _enable_line_editing()
+            with suppress(ImportError):  # arrow keys and history, where Python was built with readline
+                import readline  # noqa: F401
             print(HELP, file=sys.stderr)
         while (line := self._read(interactive)) is not None and line not in ("/exit", "/quit"):
             try:
@@ -111,11 +107,3 @@ class Chat:
             print_json({**result.to_dict(), **describe(self.engine, self.model)})
         elif on_terminal():
             print_figures(result, self.engine)
-
-
-def _enable_line_editing() -> None:
-    """Arrow keys and history at the prompt, where Python was built with readline."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

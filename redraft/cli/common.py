@@ -17,14 +17,18 @@ from redraft.cli.options import check_load_options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.status import Status
+
     from redraft.engine.engine import Engine, Prompt
     from redraft.engine.events import Result
+
+PIPE_WIDTH = 100_000  # a file has no width; rich wants one
 
 
 def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
     """Load a model, saying on stderr what was left out. Raises RedraftError."""
     check_load_options(weights, tier)
-    with quiet_libraries(), error_console().status(f"loading {model}"):
+    with working(f"loading {model}"):
         import redraft
 
         given = {"weights": weights, "tier": tier, "device": device}
@@ -32,6 +36,13 @@ def load_engine(model: str, weights: str | None, tier: str | None, device: str |
     for note in engine.notes:
         print(f"redraft: note: {note}", file=sys.stderr)
     return engine
+
+
+@contextmanager
+def working(what: str) -> Iterator[Status]:
+    """Say on a terminal what is being done, and nothing else."""
+    with quiet_libraries(), error_console().status(what) as status:
+        yield status
 
 
 @contextmanager
@@ -48,8 +59,15 @@ def on_terminal() -> bool:
 
 
 def output_console() -> Console:
-    """Stdout. Variables that force colours into pipes are not obeyed: a pipe gets plain text."""
-    return Console(force_terminal=on_terminal(), highlight=False)
+    """Stdout, for all that commands print by rich: text as it is, without markup or colours of its own.
+
+    A pipe gets plain text, also where variables would force colours into it, and lines as long as they need to be.
+    """
+    terminal = on_terminal()
+    return Console(
+        force_terminal=terminal, width=None if terminal else PIPE_WIDTH, soft_wrap=True, highlight=False, markup=False,
+        emoji=False,
+    )  # fmt: skip
 
 
 def error_console() -> Console:
@@ -78,14 +96,14 @@ def answer(
 
 def print_figures(result: Result, engine: Engine) -> None:
     """The figures of an answer under it."""
-    output_console().print(figures(result, engine), style="dim", markup=False, soft_wrap=True)
+    output_console().print(figures(result, engine), style="dim")
 
 
 def figures(result: Result, engine: Engine) -> str:
     """One line: what the answer cost."""
     steps = ", ".join(map(str, result.steps_per_canvas))
     parts = [
-        f"{len(result.token_ids)} tokens",
+        f"{result.tokens} tokens",
         f"{result.forwards} forwards",
         f"{result.tokens_per_forward:.1f} tokens/forward",
         f"{result.tokens_per_second:.0f} tok/s",

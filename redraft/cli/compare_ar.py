@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from redraft.cli import options
+from redraft.cli.measuring import Output, Subject, load
 from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from redraft.bench.compare_ar import ArmResult, SizeResult
-    from redraft.bench.probe import Probe
+    from redraft.bench.roofline import Roofline
     from redraft.engine.engine import Engine
     from redraft.evaluate.base import Item, Task
 
@@ -40,7 +42,19 @@ WORK_COLUMNS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ScalingOutput(Output):
+    """Output with another plot."""
+
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the scaling to a png, svg or pdf (needs matplotlib)."),
+    ] = None
+
+
+@options.grouped
 def command(
+    *,
     model: options.Model,
     sizes: Annotated[str, typer.Option("--sizes", metavar="N,N,...", help="Answers in a batch.")] = "1,2,4,8,16",
     fixed_passes: Annotated[
@@ -63,58 +77,36 @@ def command(
     ] = None,
     seed: options.Seed = 0,
     max_new_tokens: options.MaxNewTokens = None,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the scaling to a png, svg or pdf (needs matplotlib)."),
-    ] = None,
-    json_output: options.Json = False,
+    loading: options.Loading,
+    output: ScalingOutput,
 ) -> None:
     """Answer the same prompts by diffusion and token by token with the encoder: latency, bytes, scaling with batch."""
     from redraft.bench.compare_ar import plot_comparison
-    from redraft.bench.probe import probe
-    from redraft.bench.roofline import check_plot
-    from redraft.bench.timing import environment
-    from redraft.cli.common import describe, error_console, load_engine, print_json, quiet_libraries
 
-    chosen, passes = _numbers("--sizes", sizes), _numbers("--fixed-passes", fixed_passes)
+    chosen, passes = (
+        sorted(set(options.numbers(name, text)))
+        for name, text in (("--sizes", sizes), ("--fixed-passes", fixed_passes))
+    )
     options.decode_settings(seed, max_new_tokens, None, None)
-    count = limit or max(chosen)
+    count = limit or chosen[-1]
     questions = [None] * count if prompt_tokens else _questions(task, data, count)
     _check_count(len(questions), chosen)
-    if plot is not None:
-        check_plot(plot)
-    engine = load_engine(model, weights, tier, device)
-    prompts = _prompts(engine, questions, prompt_tokens, seed)
-    with quiet_libraries(), error_console().status("measuring the machine"):
-        limits = probe(engine.device)
-    results, notes = _measure(engine, model, limits, prompts, chosen, passes, max_new_tokens, seed)
-    right = {result.batch: _right(engine, questions, result) for result in results}
-    _print(results, right, len(prompts), limits)
+    output.check()
+    subject = load(model, loading)
+    prompts = _prompts(subject.engine, questions, prompt_tokens, seed)
+    results, notes = _measure(subject, prompts, chosen, passes, max_new_tokens, seed)
+    rows = [_with_right(result, subject.engine, questions) for result in results]
+    roofline = subject.limits.roofline
+    _print(rows, len(prompts), roofline)
     for note in notes:
         print(note)
-    if plot is not None and results[0].arms:
-        plot_comparison(plot, results, limits.roofline, f"{model}, {engine.weights}, {len(prompts)} prompts")
-    if json_output:
-        rows = [_with_right(result.to_dict(), right[result.batch]) for result in results]
-        about = {
-            "prompts": len(prompts),
-            "prompt_tokens": [len(p) for p in prompts],
-            "task": None if prompt_tokens else task,
-        }
-        machine = {"probe": limits.to_dict(), "environment": environment(engine.device)}
-        print_json({**describe(engine, model), **about, "seed": seed, "batches": rows, "notes": notes, **machine})
+    if output.plot is not None and results[0].arms:
+        title = f"{model}, {subject.engine.weights}, {len(prompts)} prompts"
+        plot_comparison(output.plot, results, roofline, title)
+    about = {"prompts": len(prompts), "prompt_tokens": [*map(len, prompts)], "task": None if prompt_tokens else task}
+    output.print({**subject.describe(), **about, "seed": seed, "batches": rows, "notes": notes})
     if results[0].error is not None:
         raise RedraftError(f"nothing was measured: {results[0].error}")
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    numbers = [part.strip() for part in text.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise UsageError(f"{option} is {text!r}, expected numbers such as 1,4,16")
-    return tuple(sorted({int(number) for number in numbers}))
 
 
 def _questions(task: str, data: Path | None, count: int) -> Sequence[Question]:
@@ -126,7 +118,7 @@ def _questions(task: str, data: Path | None, count: int) -> Sequence[Question]:
     return [question for row in zip(*items, strict=False) for question in row][:count]
 
 
-def _check_count(count: int, sizes: tuple[int, ...]) -> None:
+def _check_count(count: int, sizes: Sequence[int]) -> None:
     if count < max(sizes):
         raise UsageError(f"{count} prompts do not make a batch of {max(sizes)}; use smaller --sizes or more prompts")
     uneven = [size for size in sizes if count % size]
@@ -137,7 +129,7 @@ def _check_count(count: int, sizes: tuple[int, ...]) -> None:
 
 
 def _prompts(engine: Engine, questions: Sequence[Question], prompt_tokens: int | None, seed: int) -> list[list[int]]:
-    from redraft.bench.step import random_tokens
+    from redraft.bench.passes import random_tokens
 
     if prompt_tokens:
         return random_tokens(engine.config.vocab_size, (len(questions), prompt_tokens), seed, engine.device).tolist()
@@ -145,12 +137,10 @@ def _prompts(engine: Engine, questions: Sequence[Question], prompt_tokens: int |
 
 
 def _measure(
-    engine: Engine,
-    model: str,
-    limits: Probe,
+    subject: Subject,
     prompts: list[list[int]],
-    sizes: tuple[int, ...],
-    passes: tuple[int, ...],
+    sizes: Sequence[int],
+    passes: Sequence[int],
     max_new_tokens: int | None,
     seed: int,
 ) -> tuple[list[SizeResult], list[str]]:
@@ -162,8 +152,9 @@ def _measure(
     from redraft.network.arena import check_context
     from redraft.store.random import is_random
 
+    engine = subject.engine
     settings, notes = engine.settings.replace(max_new_tokens=max_new_tokens), [TEXT_NOTE]
-    if is_random(model):
+    if is_random(subject.model):
         settings = settings.replace(eos_token_ids=())  # an end token among noise would end answers at random
         notes = [RANDOM_NOTE.format(steps=settings.max_denoising_steps, tokens=settings.max_new_tokens)]
     if engine.fused is None or engine.tier != "turbo":
@@ -174,15 +165,19 @@ def _measure(
     with quiet_libraries(), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("answering", total=batches_of(len(prompts), sizes, len(passes) + 2))
         comparison = compare_ar(
-            engine, limits, prompts, sizes=sizes, fixed_passes=passes, settings=settings, seed=seed,
+            engine, subject.limits, prompts, sizes=sizes, fixed_passes=passes, settings=settings, seed=seed,
             progress=lambda name: progress.update(bar, advance=1, description=name),
         )  # fmt: skip
         return list(comparison), notes
 
 
-def _right(engine: Engine, questions: Sequence[Question], result: SizeResult) -> dict[str, int]:
-    """How many answers of every arm are right; no arms where prompts are noise."""
-    return {arm.name: _count_right(engine, questions, arm) for arm in result.arms if questions[0] is not None}
+def _with_right(result: SizeResult, engine: Engine, questions: Sequence[Question]) -> dict[str, Any]:
+    """The result's figures, with how many answers of every arm are right where the prompts are not noise."""
+    row = result.to_dict()
+    if questions[0] is not None:
+        for arm in result.arms:
+            row["arms"][arm.name]["right"] = _count_right(engine, questions, arm)
+    return row
 
 
 def _count_right(engine: Engine, questions: Sequence[Question], arm: ArmResult) -> int:
@@ -194,40 +189,31 @@ def _count_right(engine: Engine, questions: Sequence[Question], arm: ArmResult) 
     )
 
 
-def _with_right(row: dict[str, Any], right: dict[str, int]) -> dict[str, Any]:
-    for name, count in right.items():
-        row["arms"][name]["right"] = count
-    return row
+def _print(rows: Sequence[dict[str, Any]], prompts: int, roofline: Roofline) -> None:
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-
-def _print(results: Sequence[SizeResult], right: dict[int, dict[str, int]], prompts: int, limits: Probe) -> None:
-    from redraft.cli.tables import table, table_console
-
-    console = table_console()
     speed: list[Sequence[str]] = []
     work: list[Sequence[str]] = []
-    for result in results:
-        if result.error is not None:
-            speed.append((str(result.batch), result.error))
+    for row in rows:
+        if "error" in row:
+            speed.append((str(row["batch"]), row["error"]))
             continue
-        arms = result.to_dict()["arms"]
-        first = next(iter(arms.values()))["answer_seconds"]["mean"]
-        for name, arm in arms.items():
-            answer, correct = arm["answer_seconds"], right[result.batch].get(name)
-            label = f"{result.batch} {name}"
+        first = next(iter(row["arms"].values()))["answer_seconds"]["mean"]
+        for name, arm in row["arms"].items():
+            label, answer, experts = f"{row['batch']} {name}", arm["answer_seconds"], arm["experts_per_layer"]
             speed.append((
                 label, f"{answer['p50']:.3f}", f"{answer['p90']:.3f}", f"{first / answer['mean']:.2f}x",
                 f"{arm['ms_per_token']:.2f}", f"{arm['tokens_per_second']:,.1f}", f"{arm['tokens_per_answer']:.1f}",
                 f"{arm['tokens_per_forward']:.2f}", f"{arm['ms_per_pass']:.3f}",
-                "" if correct is None else f"{correct}/{prompts}",
+                f"{arm['right']}/{prompts}" if "right" in arm else "",
             ))  # fmt: skip
-            experts = arm["experts_per_layer"]
             work.append((
                 label, f"{arm['bytes_per_token'] / 1e6:,.2f}", f"{arm['flops_per_token'] / 1e9:,.2f}",
                 f"{arm['gbps']:,.1f}", f"{arm['share_of_bandwidth']:.1%}", f"{arm['tflops']:,.3f}",
                 f"{arm['share_of_matmul']:.1%}", "" if experts is None else f"{experts:.1f}",
             ))  # fmt: skip
-    console.print(table(SPEED_COLUMNS, speed))
-    console.print(table(WORK_COLUMNS, work))
-    roofline = limits.roofline
+    console = output_console()
+    console.print(Table(SPEED_COLUMNS, speed))
+    console.print(Table(WORK_COLUMNS, work))
     console.print(f"limits measured in this run: {roofline.gbps:,.0f} GB/s, {roofline.tflops:,.3f} TFLOP/s")

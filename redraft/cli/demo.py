@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
@@ -17,22 +18,21 @@ DEMO_TASKS = ("arithmetic", "edit", "code")
 PACE = 0.15  # seconds a pass; the bundled model is too fast to watch
 
 
-def command(
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    entropy_bound: options.EntropyBound = None,
-    steps: options.Steps = None,
-    weights: options.Weights = "w4",
-    tier: options.TierOption = None,
-    device: options.Device = None,
-    json_output: options.Json = False,
-) -> None:
-    """Watch the bundled model answer three prompts it was not trained on, in 4 bits. Fails if an answer is wrong."""
-    from redraft.cli.common import describe, load_engine, print_json
+@dataclass(frozen=True)
+class FourBits(options.Loading):
+    """Loading with other experts than those of the bundled checkpoint."""
 
-    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
-    engine = load_engine("demo", weights, tier, device)
-    answers = [_answer(engine, name, seed, settings, json_output) for name in DEMO_TASKS]
+    weights: options.Weights = "w4"
+
+
+@options.grouped
+def command(*, decoding: options.Decoding, loading: FourBits, json_output: options.Json = False) -> None:
+    """Watch the bundled model answer three prompts it was not trained on, in 4 bits. Fails if an answer is wrong."""
+    from redraft.cli.common import describe, print_json
+
+    settings = decoding.settings()
+    engine = loading.engine("demo")
+    answers = [_answer(engine, name, decoding.seed, settings, json_output) for name in DEMO_TASKS]
     if json_output:
         print_json({"answers": answers, "sizes": sizes(), **describe(engine, "demo")})
     else:

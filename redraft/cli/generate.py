@@ -11,30 +11,27 @@ from redraft.cli import options
 from redraft.errors import UsageError
 
 
+@options.grouped
 def command(
+    *,
     model: options.Model,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; '-' or nothing reads it from stdin.")
     ] = None,
     system: options.System = None,
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    entropy_bound: options.EntropyBound = None,
-    steps: options.Steps = None,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
+    decoding: options.Decoding,
+    loading: options.Loading,
     json_output: options.Json = False,
 ) -> None:
     """Answer one prompt; on a terminal, watch the canvas being rewritten."""
-    from redraft.cli.common import answer, describe, load_engine, on_terminal, print_figures, print_json
+    from redraft.cli.common import answer, describe, on_terminal, print_figures, print_json
 
-    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
+    settings = decoding.settings()
     text = read_prompt(prompt)
-    engine = load_engine(model, weights, tier, device)
+    engine = loading.engine(model)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
-    result = answer(engine, messages, seed, settings, quiet=json_output)
+    result = answer(engine, messages, decoding.seed, settings, quiet=json_output)
     if json_output:
         print_json({**result.to_dict(), **describe(engine, model)})
     elif on_terminal():

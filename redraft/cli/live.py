@@ -84,7 +84,8 @@ class DraftView:
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self.text(), options.reset_height(), pad=False)
+        wrapped = options.reset_height().update(no_wrap=False, overflow="fold")  # also where lines of text are not
+        lines = console.render_lines(self.text(), wrapped, pad=False)
         room = max(1, console.size.height - 2)  # one line of figures, one for the cursor
         for line in lines[-room:]:
             yield from line
@@ -117,7 +118,8 @@ def show_live(
             elif isinstance(event, Committed):
                 view.commit(event)
             else:
-                return _without(event, held)
+                # The engine waits while a draft is drawn, and that is not its speed.
+                return dataclasses.replace(event, seconds=event.seconds - held)
             if began - drawn >= FRAME_SECONDS:
                 live.refresh()
                 drawn = began
@@ -125,9 +127,3 @@ def show_live(
                 time.sleep(pace)
             held += time.perf_counter() - began
     raise RuntimeError("the engine's stream ended without a result")
-
-
-def _without(result: Result, held: float) -> Result:
-    """The result as if nobody had watched: the engine waits while a draft is drawn, and that is not its speed."""
-    seconds = result.seconds - held
-    return dataclasses.replace(result, seconds=seconds)

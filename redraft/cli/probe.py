@@ -5,43 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from redraft.cli import options
+from redraft.cli.measuring import Output, probe_machine
 
 if TYPE_CHECKING:
     from redraft.bench.probe import Probe
 
 
-def command(
-    device: options.Device = None,
-    plot: options.Plot = None,
-    json_output: options.Json = False,
-) -> None:
+@options.grouped
+def command(*, device: options.Device = None, output: Output) -> None:
     """Measure memory bandwidth, matrix products and launch cost: the limits that every speed is held against."""
-    from redraft.bench.probe import probe
-    from redraft.bench.roofline import check_plot, plot_roofline
-    from redraft.bench.timing import environment
-    from redraft.cli.common import error_console, print_json, quiet_libraries
-    from redraft.device import pick_device
+    from redraft.device import environment, pick_device
 
     target = pick_device(device)
-    if plot is not None:
-        check_plot(plot)
-    with quiet_libraries(), error_console().status("measuring"):
-        result = probe(target)
+    output.check()
+    result = probe_machine(target)
     _print(result)
-    if plot is not None:
-        plot_roofline(plot, result.roofline, [], f"{result.device}, {result.dtype}")
-    if json_output:
-        print_json({**result.to_dict(), "environment": environment(target)})
+    output.draw(result.roofline, {}, f"{result.device}, {result.roofline_dtype}")
+    output.print({**result.to_dict(), "environment": environment(target)})
 
 
 def _print(result: Probe) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows = [("memory, copy", f"{result.copy_gbps:,.0f} GB/s"), ("memory, read", f"{result.read_gbps:,.0f} GB/s")]
-    for name, rate in result.matmul.items():
+    for name, rate in result.matmul_tflops.items():
         rows.append((f"matrix product, {name}", f"{rate:,.3f} TFLOP/s"))
-        rows.append(("  ridge", f"{rate * 1e3 / result.roofline.gbps:,.0f} FLOP/byte"))
+        rows.append(("  ridge", f"{result.ridges[name]:,.0f} FLOP/byte"))
     rows.append(("launch of a tiny kernel", f"{result.launch_us:.2f} us"))
     if result.graph_launch_us is not None:
         rows.append(("the same in a CUDA graph", f"{result.graph_launch_us:.2f} us"))
-    table_console().print(table(("limit", "measured"), rows, result.device))
+    output_console().print(Table(("limit", "measured"), rows, result.device))

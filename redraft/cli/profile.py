@@ -2,62 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from redraft.cli import options
+from redraft.cli.measuring import load
 
 if TYPE_CHECKING:
     from redraft.bench.profile import DeviceActivity
     from redraft.bench.step import StepResult
 
 
+@options.grouped
 def command(
+    *,
     model: options.Model,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of the encoded prompt.")
-    ] = 1024,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Canvases in a pass.")] = 1,
-    passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Passes that one sample times.")] = 16,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
+    prompt_tokens: options.PromptTokens = 1024,
+    batch: options.Batch = 1,
+    passes: options.Passes = 16,
+    loading: options.Loading,
     json_output: options.Json = False,
 ) -> None:
     """Show a pass by part, how busy the GPU is, and what making each part free would give (Amdahl's bound)."""
-    from redraft.bench.probe import probe
     from redraft.bench.profile import device_activity, to_dict
     from redraft.bench.step import bench_step, open_step
-    from redraft.bench.timing import environment
     from redraft.cli.bench import print_step
-    from redraft.cli.common import describe, error_console, load_engine, print_json, quiet_libraries
+    from redraft.cli.common import print_json, working
 
-    engine = load_engine(model, weights, tier, device)
-    with quiet_libraries(), error_console().status("profiling"):
-        limits = probe(engine.device)
-        step = bench_step(engine, limits, prompt_tokens=prompt_tokens, batch=batch, passes=passes, rounds=3)
+    subject = load(model, loading)
+    engine = subject.engine
+    about: dict[str, Any] = {"prompt_tokens": prompt_tokens, "batch": batch, "passes": passes}
+    with working("profiling"):
+        step = bench_step(engine, subject.limits, **about, rounds=3)
         activity = device_activity(open_step(engine, batch, prompt_tokens), engine.device)
     print_step(step)
     _print(step, activity)
     if json_output:
-        about = {"prompt_tokens": prompt_tokens, "batch": batch, "passes": passes}
-        machine = {"probe": limits.to_dict(), "environment": environment(engine.device)}
-        print_json({**describe(engine, model), **about, **to_dict(step, activity), **machine})
+        print_json({**subject.describe(), **about, **to_dict(step, activity)})
 
 
 def _print(step: StepResult, activity: DeviceActivity | None) -> None:
     from redraft.bench.profile import amdahl
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     rows = [(b.name, f"{b.ms:.3f}", f"{b.left_ms:.3f}", f"{b.speedup:.2f}x") for b in amdahl(step)]
-    console.print(table(("were it free", "ms", "ms a pass would take", "faster by"), rows, "Amdahl's bound"))
+    console.print(Table(("were it free", "ms", "ms a pass would take", "faster by"), rows, "Amdahl's bound"))
     if activity is None:
         console.print("No GPU: how busy it is was not measured.")
         return
     operations = [(o.name[:100], f"{o.count:g}", f"{o.ms:.3f}") for o in activity.operations]
-    console.print(table(("GPU operation", "times a pass", "ms a pass"), operations, "Most expensive"))
+    console.print(Table(("GPU operation", "times a pass", "ms a pass"), operations, "Most expensive"))
     console.print(
         f"GPU busy {activity.busy_ms:.3f} of {step.pass_ms:.3f} ms ({activity.busy_ms / step.pass_ms:.1%}), "
         f"{activity.count:g} operations a pass"

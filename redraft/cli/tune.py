@@ -13,14 +13,7 @@ from redraft.errors import RedraftError, UsageError
 if TYPE_CHECKING:
     from redraft.tune.kernels import Trial
 
-app = typer.Typer(add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def _group(ctx: typer.Context) -> None:
-    """Search for the settings that are fastest here."""
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+app = options.group("Search for the settings that are fastest here.")
 
 
 @app.command("kernels")
@@ -36,7 +29,7 @@ def kernels(
     import torch
 
     from redraft.bench.kernels import scale_for, select_cases
-    from redraft.cli.common import error_console, print_json, quiet_libraries
+    from redraft.cli.common import print_json, working
     from redraft.kernels.tables import current_gpu, table_path
     from redraft.tune.kernels import table, tune, write_table
 
@@ -48,7 +41,7 @@ def kernels(
         raise UsageError(f"{path.parent}: no such directory; make it first or write elsewhere")
     device = torch.device("cuda")
     trials = []
-    with quiet_libraries(), error_console().status("tuning") as status:
+    with working("tuning") as status:
         for trial in tune(select_cases(only), scale_for(device), seed):
             trials.append(trial)
             status.update(f"tuning {trial.kernel}")
@@ -62,7 +55,8 @@ def kernels(
 
 
 def _print(trials: list[Trial], chosen: dict[str, dict[str, object]], path: Path) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
     rows = []
     for trial in trials:
@@ -72,6 +66,6 @@ def _print(trials: list[Trial], chosen: dict[str, dict[str, object]], path: Path
         else:
             mark = "chosen" if chosen[trial.kernel] == dict(trial.changes) else ""
             rows.append((trial.kernel, name, f"{trial.us:.1f}", mark))
-    console = table_console()
-    console.print(table(("kernel", "settings", "us", ""), rows))
-    console.print(f"wrote {path}", markup=False)
+    console = output_console()
+    console.print(Table(("kernel", "settings", "us", ""), rows))
+    console.print(f"wrote {path}")

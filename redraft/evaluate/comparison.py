@@ -13,9 +13,8 @@ import torch
 from rich.filesize import decimal
 
 from redraft.bench.probe import probe
-from redraft.bench.timing import device_name, environment
 from redraft.config import DecodeSettings
-from redraft.device import default_dtype, free_memory
+from redraft.device import default_dtype, device_name, environment, free_memory
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.base import Question, Task, ask

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from redraft.bench.timing import peak_bytes
 from redraft.config import DecodeSettings
+from redraft.device import peak_bytes
 from redraft.engine.events import Result, count_tokens, cut
 from redraft.errors import UsageError
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from redraft.bench.timing import peak_bytes, reset_peak, synchronize
+from redraft.device import peak_bytes, reset_peak, synchronize
 from redraft.evaluate.base import Question
 
 if TYPE_CHECKING:

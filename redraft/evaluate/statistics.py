@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from statistics import NormalDist
 
+from redraft.bench.timing import percentile
+
 
 def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a proportion: honest for few items and near 0 or 1, where the normal one is not.
@@ -24,17 +26,6 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     scale = 1 + z * z / total
     # Without the two cases rounding puts the ends of 0 and of n out of n some 1e-18 beside 0 and 1.
     return (0.0 if correct == 0 else (centre - half) / scale), (1.0 if correct == total else (centre + half) / scale)
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between neighbours; NaN-free: no values is an error."""
-    if not values:
-        raise ValueError("percentile of no values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * q / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from redraft.bench.kernels import KernelCase, Problem, Scale, check, copies, time_problems
-from redraft.bench.timing import environment
+from redraft.device import environment
 from redraft.files import write_text
 
 NOISE = 0.03  # of a time: what two timings of one setting may differ by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,21 @@ from redraft.bench.answer_work import (
     autoregressive_work,
     denoise_passes,
     diffusion_work,
-    expert_bytes,
     step_work,
-)
+)  # fmt: skip
 from redraft.bench.compare_ar import AUTOREGRESSIVE, OWN_STOP, SizeResult, batches_of, compare_ar, plot_comparison
 from redraft.bench.probe import Probe
 from redraft.bench.roofline import Roofline, Work
-from redraft.bench.work import encode_work, pass_work
+from redraft.bench.work import Shapes, encode_work, pass_work
 from redraft.config import QuantSpec
 from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage
+from redraft.network.arena import KVArena
 from redraft.store.random import PRESETS
 
 LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
-REAL = PRESETS["26b-a4b"]
+REAL = Shapes(PRESETS["26b-a4b"], QuantSpec(), 2)
+TINY = Shapes(PRESETS["tiny"], QuantSpec(), 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,10 @@ def test_passes_of_a_batch() -> None:
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_work_of_diffusion(lockstep: bool) -> None:
-    config, spec = PRESETS["tiny"], QuantSpec()
-    work, passes = diffusion_work(config, spec, 2, [10, 10], [[2, 1], [2, 1]], lockstep)
-    first, second = (
-        sum(pass_work(config, spec, 2, 2, prefix).values(), Work(0, 0)) for prefix in (10, 10 + config.canvas_length)
-    )
-    commit = encode_work(config, spec, 2, config.canvas_length)
+    work, passes = diffusion_work(TINY, [10, 10], [[2, 1], [2, 1]], lockstep)
+    length = TINY.config.canvas_length
+    first, second = (Work.total(pass_work(TINY, 2, prefix).values()) for prefix in (10, 10 + length))
+    commit = encode_work(TINY, length)
     assert passes == 3
     assert work.flops == 2 * first.flops + second.flops + 2 * commit.flops
     assert work.bytes == 2 * first.bytes + second.bytes + (1 if lockstep else 2) * commit.bytes
@@ -58,11 +58,10 @@ def test_work_of_diffusion(lockstep: bool) -> None:
 
 def test_a_step_at_the_real_shapes() -> None:
     """By hand, one token after 1,024, W4: 8 of 128 experts in 30 layers, everything dense once, and the stored keys."""
-    spec = QuantSpec()
-    work = step_work(REAL, spec, 2, batch=1, prefix=1024, experts=8 * 30)
+    work = step_work(REAL, batch=1, prefix=1024, experts=8 * 30)
     experts = 8 * 30 * 3 * 2816 * 704 * (0.5 + 4 * (2 / 128 + 1 / 64) / 3)
-    assert expert_bytes(REAL, spec, 2) * 240 == pytest.approx(experts)
-    assert expert_bytes(REAL, None, 2) == 3 * 2816 * 704 * 2
+    assert REAL.expert_bytes * 240 == pytest.approx(experts)
+    assert replace(REAL, spec=None).expert_bytes == 3 * 2816 * 704 * 2
     dense = 30 * 3 * 2816 * 2112 * 2
     attention = 25 * 2816 * 256 * (32 + 16) * 2 + 5 * 2816 * 512 * (32 + 2) * 2
     keys = 25 * 2 * 1023 * 8 * 256 * 2 + 5 * 2 * 1024 * 2 * 512 * 2
@@ -71,15 +70,14 @@ def test_a_step_at_the_real_shapes() -> None:
     products = 30 * 8 * 6 * 2816 * 704 + dense + attention + head + 30 * 2 * 128 * 2816
     scores = 25 * 4 * 16 * 256 * 1024 + 5 * 4 * 16 * 512 * 1025
     assert work.flops == pytest.approx(products + scores, rel=0.002)
-    more = step_work(REAL, spec, 2, batch=1, prefix=1024, experts=8 * 30 + 10)
-    assert more.bytes - work.bytes == pytest.approx(10 * expert_bytes(REAL, spec, 2))
+    more = step_work(REAL, batch=1, prefix=1024, experts=8 * 30 + 10)
+    assert more.bytes - work.bytes == pytest.approx(10 * REAL.expert_bytes)
 
 
 def test_work_of_an_answer_is_that_of_its_steps() -> None:
     """Answers of 2 and 1 tokens to prompts of 9 and 5: a step of two rows over 8 and 4, and one of a row over 9."""
-    config, spec = PRESETS["tiny"], QuantSpec()
-    work = autoregressive_work(config, spec, 2, [9, 5], [2, 1], [7, 4])
-    assert work == step_work(config, spec, 2, 2, 6, 7) + step_work(config, spec, 2, 1, 9, 4)
+    work = autoregressive_work(TINY, [9, 5], [2, 1], [7, 4])
+    assert work == step_work(TINY, 2, 6, 7) + step_work(TINY, 1, 9, 4)
 
 
 def test_experts_are_counted_from_their_routing(engine: Engine) -> None:
@@ -92,8 +90,6 @@ def test_experts_are_counted_from_their_routing(engine: Engine) -> None:
     visits = [routes._visits(p, a) for p, a in zip(prompts, answers, strict=True)]
     assert together[:2] == [int((visits[0][:, t] | visits[1][:, t]).sum()) for t in range(2)]
     # One step alone routes like the pass over everything.
-    from redraft.network.arena import KVArena
-
     arena = KVArena(engine.config, 1, 8, engine.dtype, engine.device)
     routes.encode(torch.tensor([prompts[0]]), arena)
     routes._chosen = []
@@ -116,20 +112,14 @@ def test_the_comparison(engine: Engine) -> None:
     prompts, seen = [list(range(10 + i, 30 + 2 * i)) for i in range(4)], []
     results = _compare(engine, (1, 4), prompts, seen)
     assert len(seen) == batches_of(4, (1, 4), 3) == (4 + 3) * 3
-    assert seen[:6] == [
-        AUTOREGRESSIVE,
-        "diffusion, 2 passes",
-        OWN_STOP,
-        "diffusion, 2 passes",
-        OWN_STOP,
-        AUTOREGRESSIVE,
-    ]
+    fixed_arm = "diffusion, 2 passes"
+    assert seen[:6] == [AUTOREGRESSIVE, fixed_arm, OWN_STOP, fixed_arm, OWN_STOP, AUTOREGRESSIVE]
     one, four = ({arm.name: arm for arm in result.arms} for result in results)
-    for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP):
+    for name in (AUTOREGRESSIVE, fixed_arm, OWN_STOP):
         alone = [answer for run in one[name].runs for answer in run.answers]
         assert [run.answers for run in four[name].runs] == [alone] * 3
         assert {len(answer) for answer in alone} == {20}
-    autoregressive, fixed, own = (four[name].to_dict() for name in (AUTOREGRESSIVE, "diffusion, 2 passes", OWN_STOP))
+    autoregressive, fixed, own = (four[name].to_dict() for name in (AUTOREGRESSIVE, fixed_arm, OWN_STOP))
     assert (autoregressive["tokens_per_forward"], autoregressive["passes"]) == (1.0, 3 * 20)
     assert (fixed["tokens_per_forward"], fixed["passes"]) == (5.0, 3 * 4)
     tokens = sum(token != 0 for run in four[OWN_STOP].runs for answer in run.answers for token in answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from redraft.bench.batch import bench_batch
 from redraft.bench.fused_step import FusedStep
 from redraft.bench.probe import Probe
 from redraft.bench.profile import Bound, amdahl, device_activity, summarise, to_dict
+from redraft.bench.reference_step import ReferenceStep
 from redraft.bench.rivals import build_model, parse_rivals, rivals
-from redraft.bench.roofline import Work
-from redraft.bench.step import OURS, ReferenceStep, bench_step, expert_spec, open_step, time_parts
+from redraft.bench.roofline import Measured, Work
+from redraft.bench.step import OURS, StepResult, bench_step, open_step
 from redraft.bench.timing import Timing
-from redraft.bench.work import PARTS, pass_work
+from redraft.bench.work import PARTS, Shapes, expert_spec, pass_work
 from redraft.config import QuantSpec
 from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage, UsageError
@@ -26,6 +28,11 @@ from redraft.network.fused import FusedModel
 from redraft.store.random import PRESETS
 
 LIMITS = Probe("test", 100.0, 90.0, {"float32": 0.5}, 1.0, None, "float32")
+
+
+def bench(engine: Engine, **changes: Any) -> StepResult:
+    """The shortest run of bench_step."""
+    return bench_step(engine, LIMITS, **{"prompt_tokens": 8, "batch": 1, "passes": 1, "rounds": 1, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -42,30 +49,30 @@ def test_the_parts_are_a_pass(engine: Engine) -> None:
     """Chained by hand, the closures' operations give the pass's own logits: what is timed is what runs."""
     step = open_step(engine, 2, 20)
     assert isinstance(step, ReferenceStep)
-    model, decoder = engine.model, step.decoder
-    conditioned = decoder.self_conditioning
-    expected = model.denoise(decoder.canvas, step.arena, conditioned)
+    model, rows = engine.model, step.rows
+    conditioned = rows.self_conditioning
+    expected = model.denoise(rows.canvas, step.arena, conditioned)
     parts = step.parts()
-    assert tuple(parts) == PARTS and not step.fused()
+    assert tuple(parts) == PARTS
     x = parts["embed"]()
     assert torch.equal(parts["self-conditioning"](), model._self_condition(x, conditioned))
     hidden = rms_norm(x, model.weights.norm, engine.config.rms_norm_eps)
     assert torch.equal(parts["head"](), model.head(hidden))
     for call in parts.values():
         call()
-    assert torch.equal(model.denoise(step.decoder.canvas, step.arena, conditioned), expected) is False  # it sampled
+    assert torch.equal(model.denoise(rows.canvas, step.arena, conditioned), expected) is False  # it sampled
     assert step.arena.length == 20
 
 
 def test_passes_go_on_forever_and_encoding_leaves_them_alone(engine: Engine) -> None:
     step = open_step(engine, 1, 8)
     assert isinstance(step, ReferenceStep)
-    before = step.decoder.steps
+    before = int(step.rows.state.step)
     for _ in range(60):  # more than the 48 passes of a generation
         step.run_pass()
     step.run_encode()
-    assert step.decoder.steps == before + 60 and not bool(step.decoder.done.any())
-    assert step.decoder.canvas.shape == (1, 16) and step.arena.length == 8
+    assert int(step.rows.state.step) == before + 60 and not bool(step.rows.state.done.any())
+    assert step.rows.canvas.shape == (1, 16) and step.arena.length == 8
 
 
 def test_prompts_that_do_not_fit_are_refused(engine: Engine) -> None:
@@ -82,10 +89,9 @@ def test_group_sizes_are_seen_in_the_weights(weights: str, spec: QuantSpec | Non
 
 
 def test_bench_step(engine: Engine) -> None:
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2)
-    assert [p.name for p in result.parts] == list(PARTS)
-    timed = sum(p.timing.median for p in result.parts if p.timing)
-    assert result.gaps_ms == pytest.approx(result.pass_ms - timed)
+    result = bench(engine, prompt_tokens=16, passes=2, rounds=2)
+    assert tuple(result.parts) == PARTS
+    assert result.gaps_ms == pytest.approx(result.pass_ms - sum(part.ms for part in result.parts.values()))
     report = result.to_dict()
     assert report["ms_per_pass"] == report["arms"][OURS]["ms"] > 0
     assert report["arms"][OURS]["implementation"] == "reference"
@@ -94,51 +100,31 @@ def test_bench_step(engine: Engine) -> None:
     assert head["share_of_roofline"] == pytest.approx(head["floor_ms"] / head["ms"])
     assert report["total"]["bytes"] == sum(part["bytes"] for part in report["parts"].values())
     assert report["encode"]["ms"] > 0 and report["peak_bytes"] > report["weight_bytes"]
-    assert {p.name for p in result.points()} == {*PARTS, "pass"}
+    assert result.total.ms == result.pass_ms and set(report["total"]) == set(head) - {
+        "ms", "ms_low", "ms_high", "runs", "share_of_pass"
+    }  # fmt: skip
 
 
-class Bare:
-    """Another implementation: the head samples, and one kernel routes and computes the experts."""
+def test_every_pass_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another implementation, whose parts do nothing: warm-up, then `rounds` of `passes`; its work is a pass's."""
 
-    name, capturable = "fused", False
+    class Bare:
+        name, capturable, passes = "fused", False, 0
 
-    def __init__(self) -> None:
-        self.passes = 0
+        def run_pass(self) -> None:
+            self.passes += 1
 
-    def run_pass(self) -> None:
-        self.passes += 1
+        def run_encode(self) -> None:
+            return None
 
-    def run_encode(self) -> None:
-        return None
+        def parts(self):
+            return dict.fromkeys(PARTS, lambda: None)
 
-    def parts(self):
-        left_out = ("sampling", "router")
-        return {name: (lambda: None) for name in PARTS if name not in left_out}
-
-    def fused(self):
-        return {"sampling": "head", "router": "experts"}
-
-
-def test_fused_parts_count_where_they_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Bare()
     monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens: mine)
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=3, rounds=2)
+    result = bench(engine, prompt_tokens=16, passes=3, rounds=2)
     assert mine.passes == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
-    parts = {p.name: p for p in result.parts}
-    assert (parts["sampling"].timing, parts["sampling"].within) == (None, "head")
-    work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
-    assert parts["head"].work == work["head"] + work["sampling"]
-    assert result.to_dict()["parts"]["router"] == {"within": "experts"}
-
-
-def test_a_forgotten_part_is_an_error(engine: Engine) -> None:
-    class Forgetful(Bare):
-        def fused(self):
-            return {"sampling": "head"}
-
-    work = pass_work(engine.config, QuantSpec(), 4, 1, 16)
-    with pytest.raises(UsageError, match="fused: the parts router are neither given nor said to be fused"):
-        time_parts(Forgetful(), work, torch.device("cpu"))
+    assert {name: part.work for name, part in result.parts.items()} == pass_work(Shapes.of(engine), 1, 16)
 
 
 def test_the_fused_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +140,8 @@ def test_the_fused_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(parts) == PARTS
     for call in parts.values():
         call()
-    rows, state = step.runner.work.rows, step.runner.state
-    assert all(bool(t.isfinite().all()) for t in (rows.x, rows.next_in, rows.delta, step.runner.work.logits))
+    work, state = step.runner.work.passes[1], step.runner.state
+    assert all(bool(t.isfinite().all()) for t in (work.rows.x, work.rows.next_in, work.rows.delta, work.logits))
     assert (state.step.tolist(), state.done.tolist()) == ([2], [0])  # the sampling finished a pass and stopped nothing
     short.tier = "off"
     assert isinstance(open_step(short, 1, 3), ReferenceStep)
@@ -179,8 +165,7 @@ def test_the_rival_has_our_shapes(name: str) -> None:
 
 
 def test_transformers_beside_ours(engine: Engine) -> None:
-    arms = rivals(["transformers"], engine, 1, 16)
-    result = bench_step(engine, LIMITS, prompt_tokens=16, batch=1, passes=2, rounds=2, rivals=arms)
+    result = bench(engine, passes=2, rounds=2, rivals=rivals(["transformers"], engine, 1, 8))
     other = result.to_dict()["arms"]["transformers"]
     assert other["implementation"].startswith("transformers 5.") and "encode_and_setup_ms" in other
     assert set(result.arms) == {OURS, "transformers"}
@@ -191,9 +176,7 @@ def test_a_rival_that_fails_costs_nothing_else(engine: Engine) -> None:
         raise RuntimeError("no\ncompiler")
 
     said: list[str] = []
-    result = bench_step(
-        engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1, rivals={"other": broken}, progress=said.append
-    )
+    result = bench(engine, rivals={"other": broken}, progress=said.append)
     assert "other" in said[0] and said[1] == "timing passes of redraft" and len(said) == 3
     assert result.failed == {"other": "RuntimeError: no compiler"} and set(result.arms) == {OURS}
     assert result.to_dict()["failed"] == result.failed
@@ -231,23 +214,20 @@ def test_overlapping_operations_are_busy_once() -> None:
     assert [(o.name, o.count, o.ms) for o in activity.operations] == [("gemm", 1.0, 0.011), ("copy", 1.0, 0.0065)]
 
 
-def test_amdahls_bound(engine: Engine) -> None:
-    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1)
-    ten = {OURS: Timing(10.0, 10.0, 10.0, 1)}
-    half = [
-        dataclasses.replace(p, timing=Timing(5.0 if p.name == "experts" else 0.5, 0, 0, 1), work=Work(1, 1))
-        for p in result.parts
-    ]
-    bounds = amdahl(dataclasses.replace(result, arms=ten, parts=half))
+def test_amdahls_bound() -> None:
+    def took(ms: float) -> Measured:
+        return Measured(Work(1, 1), Timing.of([ms]), LIMITS.roofline)
+
+    parts = {name: took(5.0 if name == "experts" else 0.5) for name in PARTS}
+    bounds = amdahl(StepResult({OURS: Timing.of([10.0])}, {}, {}, parts, took(1.0), 0, 0))
     assert bounds[0] == Bound("experts", 5.0, 5.0, 2.0)
     assert next(b for b in bounds if b.name == "gaps") == Bound("gaps", 1.0, 9.0, 10 / 9)
     assert len(bounds) == len(PARTS) + 1
 
 
 def test_without_a_gpu_there_is_no_busy_share(engine: Engine) -> None:
-    result = bench_step(engine, LIMITS, prompt_tokens=8, batch=1, passes=1, rounds=1)
     activity = device_activity(open_step(engine, 1, 8), engine.device)
-    assert activity is None and to_dict(result, activity)["gpu"] is None
+    assert activity is None and to_dict(bench(engine), activity)["gpu"] is None
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from redraft.bench.timing import LEAST_RUNS, WARM_UP, Timing, environment, interleave, measure, peak_bytes
+from redraft.bench.timing import LEAST_RUNS, WARM_UP, Timing, interleave, measure
+from redraft.device import environment, peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from cli.fake_engine import FakeEngine
 
 import redraft
+from redraft.bench import compare_ar, probe, step
+from redraft.bench.probe import Probe
 from redraft.cli import main
+
+LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5, "bfloat16": 0.1}, 1.0, None, "float32")
 
 
 @dataclass
@@ -18,6 +24,16 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The last line of stdout."""
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def error(self) -> str:
+        """The last line of stderr."""
+        return self.err.splitlines()[-1]
 
 
 Run = Callable[..., Outcome]
@@ -43,3 +59,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Outcome(code, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is not measured again for every test, parts are timed briefly, and prompts are answered once."""
+    monkeypatch.setattr(step, "PARTS_SECONDS", 0.0)
+    monkeypatch.setattr(compare_ar, "LEAST_BATCHES", 1)
+    monkeypatch.setattr(probe, "probe", lambda device: LIMITS)

@@ -63,7 +63,7 @@ class FakeEngine:
         for index, canvas in enumerate(canvases):
             yield Draft(index, 1, [ord("?")] * len(canvas), [False] * len(canvas), 2.0)
             yield Draft(index, 2, canvas, [True] * len(canvas), 0.0)
-            yield Committed(index, 2, canvas, self.decode(canvas))
+            yield Committed(index, 2, canvas, text=self.decode(canvas))
         yield Result(
             token_ids=tokens,
             tokens=len(tokens),

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from cli.conftest import Run
 
-from redraft.bench import probe as probing
 from redraft.bench import step
-from redraft.bench.probe import Probe
 from redraft.bench.work import PARTS
 
-LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5, "bfloat16": 0.1}, 1.0, None, "float32")
 QUICK = ("--device", "cpu", "--prompt-tokens", "8", "--passes", "1")
-
-
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is not measured again for every test, and parts are timed briefly."""
-    monkeypatch.setattr(step, "PARTS_SECONDS", 0.0)
-    monkeypatch.setattr(probing, "probe", lambda device: LIMITS)
-
-
-def last_line(text: str) -> dict:
-    return json.loads(text.splitlines()[-1])
+COMPARE = ("compare-ar", "random:tiny", "--device", "cpu")
 
 
 def test_probe(run: Run, limits: None) -> None:
     outcome = run("probe", "--device", "cpu", "--json")
     assert outcome.code == 0
     assert "memory, copy" in outcome.out and "100 GB/s" in outcome.out
-    report = last_line(outcome.out)
+    report = outcome.json
     assert report["copy_gbps"] == 100.0 and report["ridge_flop_per_byte"] == {"float32": 5.0, "bfloat16": 1.0}
     assert report["environment"]["torch"] == torch.__version__
 
@@ -45,7 +31,7 @@ def test_bench_step(run: Run, limits: None, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     for text in ("self-conditioning", "gaps", "whole pass", "encode of the prompt", "roofline measured in this run"):
         assert text in outcome.out
-    report = last_line(outcome.out)
+    report = outcome.json
     assert set(report["parts"]) == set(PARTS)
     assert (report["model"], report["batch"], report["prompt_tokens"]) == ("random:tiny", 1, 8)
     assert report["probe"]["device"] == "test cpu"
@@ -54,14 +40,14 @@ def test_bench_step(run: Run, limits: None, tmp_path: Path) -> None:
 
 def test_bench_batch(run: Run, limits: None) -> None:
     outcome = run("bench", "batch", "random:tiny", *QUICK, "--sizes", "1,2", "--rounds", "1", "--json")
-    assert [row["canvases"] for row in last_line(outcome.out)["batches"]] == [1, 2]
+    assert [row["canvases"] for row in outcome.json["batches"]] == [1, 2]
     assert "ms per canvas" in outcome.out
 
 
 def test_profile(run: Run, limits: None) -> None:
     outcome = run("profile", "random:tiny", *QUICK, "--json")
     assert "Amdahl's bound" in outcome.out and "No GPU" in outcome.out
-    report = last_line(outcome.out)
+    report = outcome.json
     assert report["gpu"] is None and set(report["amdahl"]) == {*PARTS, "gaps"}
 
 
@@ -70,7 +56,7 @@ def test_bench_kernels_only_checks_without_a_gpu(run: Run) -> None:
     outcome = run("bench", "kernels", "--only", "mlp", "--json")
     assert outcome.code == 0, outcome.err
     assert "there are no speeds to report" in outcome.out and "% of roofline" not in outcome.out
-    report = last_line(outcome.out)
+    report = outcome.json
     assert report["probe"] is None
     (row,) = report["kernels"]
     assert row["passed"] and row["error"] <= row["tolerance"] and "us" not in row
@@ -83,7 +69,7 @@ def test_a_wrong_kernel_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "bench_kernels", lambda *args, **options: iter([wrong]))
     outcome = run("bench", "kernels", "--device", "cpu", "--json")
     assert outcome.code == 1 and outcome.err == "redraft: error: 1 of 1 kernels are wrong: norms.x\n"
-    assert not last_line(outcome.out)["kernels"][0]["passed"]
+    assert not outcome.json["kernels"][0]["passed"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -112,14 +98,27 @@ def test_a_group_alone_lists_its_commands(run: Run, group: str) -> None:
         (("bench", "step", "random:tiny", "--prompt-tokens", "5000", "--device", "cpu"), "exceeds the context of 4096"),
         (("bench", "batch", "random:tiny", "--sizes", "1,x"), "--sizes is '1,x', expected numbers of canvases"),
         (("bench", "kernels", "--only", "zzz", "--device", "cpu"), "no kernel is called like 'zzz'"),
+        ((*COMPARE, "--sizes", "1,x"), "--sizes is '1,x', expected numbers such as 1,4,16"),
+        ((*COMPARE, "--fixed-passes", "0"), "--fixed-passes is '0'"),
+        ((*COMPARE, "--sizes", "1,4", "--limit", "2"), "2 prompts do not make a batch of 4"),
+        (
+            ("compare-ar", "random:tiny", "--sizes", "1,3", "--limit", "4"),
+            "4 prompts cannot be split into batches of 3",
+        ),
+        ((*COMPARE, "--sizes", "32"), "26 prompts do not make a batch of 32"),
+        ((*COMPARE, "--task", "chess"), "task is 'chess', expected one of"),
+        ((*COMPARE, "--plot", "x.gif"), "x.gif: a plot is one of .png"),
+        (
+            ("compare-ar", "random:tiny", "--prompt-tokens", "5000", "--sizes", "1", "--device", "cpu"),
+            "exceeds the context of 4096",
+        ),
         (("probe", "--device", "tpu"), "device is 'tpu', expected cpu, cuda or cuda:N"),
     ],
 )
 def test_bad_usage_is_one_line(run: Run, limits: None, args: tuple[str, ...], message: str) -> None:
     outcome = run(*args)
     assert (outcome.code, outcome.out) == (2, "")
-    error = outcome.err.splitlines()[-1]
-    assert error.startswith("redraft: error: ") and message in error
+    assert outcome.error.startswith("redraft: error: ") and message in outcome.error
 
 
 def test_a_failed_rival_is_reported_after_our_figures(run: Run, limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +130,9 @@ def test_a_failed_rival_is_reported_after_our_figures(run: Run, limits: None, mo
     monkeypatch.setattr(rivals, "build_model", fail)
     outcome = run("bench", "step", "random:tiny", *QUICK, "--rounds", "1", "--vs", "transformers", "--json")
     assert outcome.code == 1 and "whole pass" in outcome.out
-    assert last_line(outcome.out)["failed"] == {"transformers": "ImportError: no transformers"}
+    assert outcome.json["failed"] == {"transformers": "ImportError: no transformers"}
     line = "redraft: error: transformers could not be measured: ImportError: no transformers"
-    assert outcome.err.splitlines()[-1] == line
+    assert outcome.error == line
 
 
 def test_out_of_memory_is_one_line(run: Run, limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +142,4 @@ def test_out_of_memory_is_one_line(run: Run, limits: None, monkeypatch: pytest.M
     monkeypatch.setattr(step, "bench_step", fail)
     outcome = run("bench", "step", "random:tiny", *QUICK)
     assert outcome.code == 1
-    assert (
-        outcome.err.splitlines()[-1] == "redraft: error: cpu ran out of memory; use fewer canvases or a shorter prompt"
-    )
+    assert outcome.error == "redraft: error: cpu ran out of memory; use fewer canvases or a shorter prompt"

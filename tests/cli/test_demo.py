@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from cli.conftest import Run
 from cli.fake_engine import FakeEngine
@@ -51,7 +49,7 @@ def test_a_wrong_answer_is_said_and_exits_1(run: Run, clever: FakeEngine, monkey
 def test_json_holds_answers_and_sizes(run: Run, clever: FakeEngine) -> None:
     outcome = run("demo", "--json")
     assert outcome.out.count("\n") == 1
-    value = json.loads(outcome.out)
+    value = outcome.json
     assert [(a["task"], a["correct"], a["text"]) for a in value["answers"]] == [
         (name, True, item.expected) for name, item in ITEMS.items()
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from cli.conftest import Run
 from cli.fake_engine import FakeEngine
@@ -19,11 +17,12 @@ def test_a_pipe_gets_the_answer_and_nothing_else(run: Run, engine: FakeEngine, m
 
 def test_json_is_the_last_line_and_says_what_ran(run: Run, engine: FakeEngine) -> None:
     outcome = run("generate", "some/model", "hé", "--seed", "7", "--json")
-    value = json.loads(outcome.out.splitlines()[-1])
-    assert value == {
+    assert outcome.json == {
         "text": "You said: hé",
         "token_ids": [*map(ord, "You said: hé"), 1],
+        "tokens": 13,
         "prompt_tokens": 7,
+        "cached_tokens": 0,
         "forwards": 2,
         "canvases": 1,
         "tokens_per_forward": 6.5,

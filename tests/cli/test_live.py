@@ -52,7 +52,7 @@ def test_positions_settle_from_dim_over_bold_to_normal() -> None:
 def test_a_new_canvas_starts_open_behind_the_committed_text() -> None:
     view, console = new_view(), terminal(60)
     view.draft(draft("ab", "xx"))
-    view.commit(Committed(0, 1, [*map(ord, "ab")], "ab"))
+    view.commit(Committed(0, 1, [*map(ord, "ab")], text="ab"))
     view.draft(draft("cd", "xx", canvas=1))
     assert frame(view, console) == [
         "ab\x1b[1mcd\x1b[0m",
@@ -84,7 +84,7 @@ def test_printable_keeps_text_and_marks_broken_characters() -> None:
 def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> None:
     view = new_view()
     view.draft(draft("0123456789", "xxxxxxxxxx"))
-    lines = frame(view, Console(file=io.StringIO(), width=width, height=20))
+    lines = frame(view, Console(file=io.StringIO(), width=width, height=20, soft_wrap=True))
     assert "".join(lines[:-1]) == "0123456789"
     assert all(len(line) <= width for line in lines)
     assert lines[-1] == {1: "…", 5: "canv…", 12: "canvas 1 · …"}[width]
@@ -92,7 +92,7 @@ def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> No
 
 def test_only_the_tail_that_fits_the_height_is_drawn() -> None:
     view = new_view()
-    view.commit(Committed(0, 1, [], "one\ntwo\nthree\nfour\n"))
+    view.commit(Committed(0, 1, [], text="one\ntwo\nthree\nfour\n"))
     view.draft(draft("five", "xxxx", canvas=1))
     lines = frame(view, Console(file=io.StringIO(), width=60, height=5))
     assert lines == ["three", "four", "five", "canvas 2 · pass 1 · accepted 4/4 · entropy 0.250"]

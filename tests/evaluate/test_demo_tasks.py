@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from redraft.errors import UsageError
 from redraft.evaluate.base import Item
 from redraft.evaluate.demo import TASKS
 
@@ -12,8 +13,11 @@ NAMES = tuple(TASKS)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_items_are_taken_from_the_first_on(name: str) -> None:
-    items = TASKS[name].items(10**9)
-    assert len(items) == len({i.prompt for i in items}) == (832 if name == "facts" else 1000)
+    count = 832 if name == "facts" else 1000
+    items = TASKS[name].items(count)
+    assert len(items) == len({i.prompt for i in items}) == count
+    with pytest.raises(UsageError, match=f"task {name} has only {count} held-out prompts, {count + 1} asked for"):
+        TASKS[name].items(count + 1)
     assert [i.id for i in items] == [f"{name}/{n}" for n in range(len(items))]
     assert TASKS[name].items(20) == items[:20]
 
