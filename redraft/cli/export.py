@@ -57,7 +57,7 @@ def command(
         return
     check_choice("format", format_name, FORMATS)
     from redraft.device import pick_device
-    from redraft.quant.export import export_compressed_tensors
+    from redraft.quant.quantize import export_compressed_tensors
 
     target = pick_device(device)
     report = with_progress(

@@ -25,11 +25,9 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
-    from redraft.store.random import is_random, random_files
-    from redraft.store.read import find_checkpoint, open_checkpoint
+    from redraft.store.open import open_model
 
-    files = random_files(model) if is_random(model) else open_checkpoint(find_checkpoint(model), verify)
-    summary = summarize(files)
+    summary = summarize(open_model(model, verify))
     if json_output:
         print(json.dumps(summary))
     else:
@@ -92,7 +90,7 @@ def _parts(files: CheckpointFiles, spec: QuantSpec | None) -> dict[str, dict[str
     from redraft.store.names import PARTS, part_of
 
     parts: dict[str, dict[str, Any]] = {}
-    for name, info in {**{name: places[0] for name, places in files.text.items()}, **files.extras}.items():
+    for name, info in files.tensors.items():
         part = parts.setdefault(part_of(name), {"tensors": 0, "parameters": 0, "bytes": 0, "w4_bytes": 0})
         part["tensors"] += 1
         part["bytes"] += info.nbytes

@@ -24,9 +24,10 @@ import torch
 from redraft.config import read_json
 from redraft.errors import CheckpointError
 from redraft.store.names import DECODER, ENCODER, canonical_name, part_of
-from redraft.store.read import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, published_label
+from redraft.store.open import find_checkpoint, published_label
+from redraft.store.read import CheckpointFiles, Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
-from redraft.store.write import SINGLE, Made, Part, shard_name, shards, write_checkpoint
+from redraft.store.write import Made, Part, shard_names, shards, write_checkpoint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -116,8 +117,7 @@ def merge_lora(
             f"{source.path}: is packed ({source.format}); merge into the BF16 checkpoint, then quantise the result"
         )
     folder = find_checkpoint(adapter)
-    stored = {**{name: places[0] for name, places in source.text.items()}, **source.extras}
-    shapes = {name: info.shape for name, info in stored.items()}
+    shapes = {name: info.shape for name, info in source.tensors.items()}
     targets = assign(read_adapter(folder), shapes, str(source.path))
     sentences = one_sided(targets)
     if sentences and not both_sides:
@@ -125,9 +125,8 @@ def merge_lora(
             f"{folder / WEIGHTS}: {sentences[0]}; train it with the same factors on both sides, or merge into the "
             "shared weights all the same with --both-sides"
         )
-    split = shards(stored)
-    files = [SINGLE] if len(split) == 1 else [shard_name(i, len(split)) for i in range(1, len(split) + 1)]
-    parts = [_part(source, file, infos, targets) for file, infos in zip(files, split, strict=True)]
+    split = shards(source.tensors)
+    parts = [_part(source, *shard, targets) for shard in zip(shard_names(len(split)), split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
     merged = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]

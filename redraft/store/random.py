@@ -28,13 +28,14 @@ from redraft.device import free_memory
 from redraft.errors import RedraftError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
-from redraft.store.dg_w4a16 import packed_shapes
-from redraft.store.names import expected_tensors, layer_tensors, shared_tensors
+from redraft.store.bf16 import Bf16
+from redraft.store.dg_w4a16 import DgW4A16, packed_shapes
+from redraft.store.names import layer_tensors, shared_tensors, text_tensors
+from redraft.store.read import Checkpoint, CheckpointFiles
+from redraft.store.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from redraft.store.read import Checkpoint, CheckpointFiles
 
 PREFIX = "random:"
 NIBBLE_MEAN = 7.5
@@ -109,15 +110,12 @@ class RandomModel:
 
 def random_files(model: str | Path) -> CheckpointFiles:
     """The headers that a packed checkpoint of these shapes would have; there is no file behind them."""
-    from redraft.store.read import CheckpointFiles
-    from redraft.store.tensorfile import TensorInfo
-
-    config, spec, path = RandomModel.parse(model).config, QuantSpec(), Path(str(model))
-    text = {
-        name: [TensorInfo(name, path, dtypes[0], shape, 0)]
-        for name, (dtypes, shape) in expected_tensors(config, spec).items()
-    }
-    return CheckpointFiles(path, "dg-w4a16-v1", config, _settings(config), spec, text, {})
+    config, layout, path = RandomModel.parse(model).config, DgW4A16(QuantSpec()), Path(str(model))
+    expected = text_tensors(config)
+    for layer in range(config.num_layers):
+        expected |= layout.expected(config, layer)
+    text = {name: [TensorInfo(name, path, dtypes[0], shape, 0)] for name, (dtypes, shape) in expected.items()}
+    return CheckpointFiles(path, layout, config, _settings(config), text, {})
 
 
 def random_checkpoint(
@@ -128,13 +126,11 @@ def random_checkpoint(
     spec: QuantSpec | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Draw a whole network on `device`; the arguments are those of `checkpoint.load_checkpoint`.
+    """Draw a whole network on `device`; the arguments are those of `quant.load.load_checkpoint`.
 
     The same name gives the same weights on the same kind of device. Raises UsageError for an unknown name or group
     sizes that do not fit, RedraftError when the weights exceed the free memory.
     """
-    from redraft.store.read import Checkpoint
-
     named, spec = RandomModel.parse(model), spec or QuantSpec()
     config, target = named.config, torch.device(device)
     spec.check(config)
@@ -146,29 +142,19 @@ def random_checkpoint(
         layers.append(draw.layer(i, dense))
         if progress is not None:
             progress(i + 1, config.num_layers)
-    return Checkpoint(
-        path=Path(str(model)),
-        format="bf16" if dense else "dg-w4a16-v1",
-        config=config,
-        settings=_settings(config),
-        weights=draw.shared(layers),
-        spec=None if dense else spec,
-        notes=["the weights are random: timings and memory are real, answers are noise"],
-    )
+    notes = ["the weights are random: timings and memory are real, answers are noise"]
+    layout = Bf16() if dense else DgW4A16(spec)
+    settings, network = _settings(config), draw.shared(layers)
+    return Checkpoint(Path(str(model)), layout.name, config, settings, network, layout.spec, notes)
 
 
 def weight_bytes(config: ModelConfig, spec: QuantSpec | None, dtype: torch.dtype) -> int:
     """Bytes of all weights in memory: experts packed with `spec`, or like everything else in `dtype`."""
-    plain = packed = 0
-    for dtypes, shape in expected_tensors(config, spec).values():
-        size = math.prod(shape)
-        if dtypes == ("U8",):
-            packed += size
-        elif dtypes == ("F16",):
-            packed += 2 * size
-        else:
-            plain += size
-    return plain * dtype.itemsize + packed
+    plain = sum(math.prod(shape) for _, shape in text_tensors(config).values())
+    if spec is not None:
+        return plain * dtype.itemsize + config.num_layers * DgW4A16(spec).layer_bytes(config)
+    experts = sum(math.prod(shape) for _, shape in Bf16().expected(config, 0).values())
+    return (plain + config.num_layers * experts) * dtype.itemsize
 
 
 def _settings(config: ModelConfig) -> DecodeSettings:

@@ -33,9 +33,11 @@ from redraft.hf.layers import obstacle
 from redraft.kernels.experts import run_experts
 from redraft.kernels.experts_layout import repack, unpack_layer
 from redraft.network.weights import iter_tensors
+from redraft.quant.load import load_checkpoint
 from redraft.quant.rtn import quantize_experts
-from redraft.store.dg_w4a16 import FENCE, PACKED_NAMES
-from redraft.store.read import find_checkpoint, load_checkpoint, load_tokenizer
+from redraft.store.dg_w4a16 import FENCE
+from redraft.store.names import PACKED_NAMES
+from redraft.store.open import find_checkpoint, load_tokenizer
 
 SPEC = QuantSpec(16, 8)  # groups that divide the tiny model's shapes
 LOSSLESS = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}

@@ -24,8 +24,10 @@ from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import iter_tensors
+from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import quantize
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.quant.rtn import quantize_experts
+from redraft.store.read import open_checkpoint
 from redraft.store.workdir import partial_path
 
 SPEC = QuantSpec(16, 8)
@@ -61,13 +63,12 @@ def contents(path: Path) -> dict[str, bytes]:
 def packed_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that really get quantised from here on."""
     layers: list[int] = []
-    pack = module._pack_layer
 
-    def counted(source, spec, layer, device):
-        layers.append(layer)
-        return pack(source, spec, layer, device)
+    def counted(*args, where: str, **options):
+        layers.append(int(where.split(".layers.")[1].split(".")[0]))
+        return quantize_experts(*args, where=where, **options)
 
-    monkeypatch.setattr(module, "_pack_layer", counted)
+    monkeypatch.setattr(module, "quantize_experts", counted)
     return layers
 
 

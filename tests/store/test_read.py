@@ -20,20 +20,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import published_layout, tiny_model, tiny_tokenizer
 
+import redraft.store.open as opening
 import redraft.store.read as checkpoint
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.network.weights import DenseExperts, PackedExperts, iter_tensors, nbytes
+from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import quantize
 from redraft.quant.rtn import quantize_experts
 from redraft.store.names import canonical_name, part_of
-from redraft.store.read import (
-    Checkpoint,
-    find_checkpoint,
-    load_checkpoint,
-    load_tokenizer,
-    open_checkpoint,
-)
+from redraft.store.open import find_checkpoint, load_tokenizer
+from redraft.store.read import Checkpoint, open_checkpoint
 from redraft.store.tensorfile import read_header
 
 SPEC = QuantSpec(16, 8)
@@ -614,9 +611,9 @@ class TestFind:
         assert find_checkpoint(f"~/{tiny_dir.name}") == tiny_dir
 
     def test_demo(self, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(checkpoint, "DEMO", tiny_dir)
+        monkeypatch.setattr(opening, "DEMO", tiny_dir)
         assert find_checkpoint("demo") == tiny_dir
-        monkeypatch.setattr(checkpoint, "DEMO", tiny_dir / "absent")
+        monkeypatch.setattr(opening, "DEMO", tiny_dir / "absent")
         with pytest.raises(CheckpointError, match="bundled checkpoint is missing"):
             find_checkpoint("demo")
 
@@ -675,7 +672,7 @@ class TestTokenizer:
 MEASURE = textwrap.dedent(
     """
     import ctypes, os, sys, torch
-    from redraft.store.read import load_checkpoint
+    from redraft.quant.load import load_checkpoint
     from redraft.config import QuantSpec
     from redraft.network.weights import nbytes
 
