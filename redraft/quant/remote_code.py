@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
@@ -35,6 +36,10 @@ class RemoteCode:
 
     modules: list[str]
     bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return dataclasses.asdict(self)
 
 
 def export_remote_code(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redraft.errors import CheckpointError
-from redraft.store.random import RandomModel, is_random, random_files, random_tokenizer
+from redraft.store.random import is_random, named, random_files, random_tokenizer
 from redraft.store.read import CheckpointFiles, open_checkpoint
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     if is_random(path):
-        return random_tokenizer(RandomModel.parse(path).config)
+        return random_tokenizer(named(path)[0])
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer.model").is_file():
         raise CheckpointError(
             f"{path / 'tokenizer.json'}: file is missing; copy the tokenizer files of the original here"
