@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,13 +20,6 @@ Target = Annotated[str, typer.Argument(metavar="DST", help="The directory to wri
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")]
 
 
-class Report(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-R = TypeVar("R", bound=Report)
-
-
 class Interrupted(RedraftError):
     """Ctrl-C, with the way to go on: 128 + SIGINT."""
 
@@ -33,17 +27,17 @@ class Interrupted(RedraftError):
 
 
 def write(
-    what: str, dst: str, json_output: bool, work: Callable[..., R], show: Callable[[R, str], None], **facts: object
+    what: str, dst: str, json_output: bool, work: Callable[..., Any], show: Callable[[Any, str], None], **facts: object
 ) -> None:
-    """Run `work(progress=...)` and print its report by `show`, or as JSON with `facts` and the destination."""
+    """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`."""
     report = _with_progress(what, dst, work)
     if json_output:
-        print(json.dumps({**report.to_dict(), **facts, "destination": dst}))
+        print(json.dumps({**dataclasses.asdict(report), **facts, "destination": dst}))
     else:
         show(report, dst)
 
 
-def _with_progress(what: str, dst: str, work: Callable[..., R]) -> R:
+def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
     """Under a progress bar; Ctrl-C becomes one line that says how to go on."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

@@ -11,7 +11,6 @@ refused unless it is asked for.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -23,17 +22,16 @@ import torch
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
-from redraft.store.names import DECODER, ENCODER, canonical_name, part_of
+from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, part_of
 from redraft.store.open import find_checkpoint, published_label
-from redraft.store.read import CheckpointFiles, Progress, open_checkpoint
+from redraft.store.read import Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
-from redraft.store.write import Made, Part, shard_names, shards, write_checkpoint
+from redraft.store.write import copy_part, shard_names, shards, write_checkpoint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_FLOATS = ("BF16", "F16", "F32")
 # Fields that change no merged weight: what was adapted, which the tensors' names say again, and how it was trained.
 _NO_EFFECT = frozenset(
     (
@@ -65,10 +63,8 @@ class Factors:
 
     def equals(self, other: Factors) -> bool:
         """Whether both add the same to a weight, bit for bit."""
-        same = (self.scale, self.a.shape, self.b.shape) == (other.scale, other.a.shape, other.b.shape)
-        return same and all(
-            torch.equal(read_tensor(x), read_tensor(y)) for x, y in ((self.a, other.a), (self.b, other.b))
-        )
+        pairs = ((self.a, other.a), (self.b, other.b))
+        return self.scale == other.scale and all(torch.equal(read_tensor(x), read_tensor(y)) for x, y in pairs)
 
 
 @dataclass(frozen=True)
@@ -89,10 +85,6 @@ class MergeReport:
     adapter: str
     tensors: list[MergedTensor]
     notes: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return dataclasses.asdict(self)
 
 
 def merge_lora(
@@ -125,13 +117,17 @@ def merge_lora(
             f"{folder / WEIGHTS}: {sentences[0]}; train it with the same factors on both sides, or merge into the "
             "shared weights all the same with --both-sides"
         )
+
+    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return merge(weight, targets[name][0]) if name in targets else weight
+
     split = shards(source.tensors)
-    parts = [_part(source, *shard, targets) for shard in zip(shard_names(len(split)), split, strict=True)]
+    parts = [copy_part(source, *shard, merged) for shard in zip(shard_names(len(split)), split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
-    merged = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
+    changed = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
     labels = published_label(base, source.path), published_label(adapter, folder)
-    return MergeReport(*labels, merged, sentences)
+    return MergeReport(*labels, changed, sentences)
 
 
 def read_adapter(folder: Path) -> list[Factors]:
@@ -182,7 +178,7 @@ def _factors(file: Path, config: Mapping[str, Any], module: str, pair: Mapping[s
         raise CheckpointError(f"{some}: its other factor, lora_{missing}.weight, is missing")
     a, b = pair["A"], pair["B"]
     for info in (a, b):
-        if info.dtype not in _FLOATS or len(info.shape) != 2:
+        if info.dtype not in FLOATS or len(info.shape) != 2:
             raise CheckpointError(f"{info} is {info.dtype} {list(info.shape)}, expected a matrix of floats")
     rank = _setting(file, config, "rank_pattern", "r", module)
     alpha = _setting(file, config, "alpha_pattern", "lora_alpha", module)
@@ -233,18 +229,6 @@ def assign(factors: list[Factors], shapes: Mapping[str, tuple[int, ...]], model:
             )
         others.append(f)
     return targets
-
-
-def _part(
-    source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo], targets: Mapping[str, list[Factors]]
-) -> Part:
-    def make() -> Made:
-        tensors = {name: source.read(name) for name in infos}
-        for name in tensors.keys() & targets.keys():
-            tensors[name] = merge(tensors[name], targets[name][0])
-        return tensors, {}
-
-    return Part(file, sum(info.nbytes for info in infos.values()), make)
 
 
 def merge(weight: torch.Tensor, factors: Factors) -> torch.Tensor:

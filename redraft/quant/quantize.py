@@ -47,18 +47,17 @@ def quantize(
     be read, a target that cannot be written and a disk that is too small.
     """
     spec = spec or QuantSpec()
-    layout, groups, target = DgW4A16(spec), dataclasses.asdict(spec), torch.device(device)
+    layout = DgW4A16(spec)
 
     def pack(dense: DenseExperts, layer: int, where: str) -> dict[str, torch.Tensor]:
-        packed = quantize_experts(dense.gate_up, dense.down, spec, where=where, device=target)
+        packed = quantize_experts(dense.gate_up, dense.down, spec, where=where, device=device)
         return layout.write_layer(packed, layer)
 
     def describe(report: QuantReport) -> dict[str, Any]:
         versions = {"method": "rtn", "redraft_version": __version__, "source": report.source}
-        meta = {"format": layout.name, **groups, **versions}
-        return {META: meta, REPORT: report.to_dict()}
+        return {META: {"format": layout.name, **dataclasses.asdict(spec), **versions}, REPORT: report.to_dict()}
 
-    return _write(src, dst, layout, pack, [layout.name, groups], describe, overwrite, progress, target)
+    return _write(src, dst, layout, pack, describe, device, overwrite=overwrite, progress=progress)
 
 
 def export_compressed_tensors(
@@ -79,13 +78,12 @@ def export_compressed_tensors(
     """
     if group not in GROUPS:
         raise UsageError(f"group size is {group}, expected {' or '.join(map(str, GROUPS))}")
-    layout, target = CompressedTensors(group, symmetric), torch.device(device)
+    layout = CompressedTensors(group, symmetric)
 
     def pack(dense: DenseExperts, layer: int, where: str) -> dict[str, torch.Tensor]:
-        return layout.write_layer(dense, layer, where, target)
+        return layout.write_layer(dense, layer, where, device)
 
-    identity = [layout.name, dataclasses.asdict(layout)]
-    return _write(src, dst, layout, pack, identity, lambda _: {}, overwrite, progress, target)
+    return _write(src, dst, layout, pack, lambda _: {}, device, overwrite=overwrite, progress=progress)
 
 
 def _write(
@@ -93,21 +91,23 @@ def _write(
     dst: str | Path,
     layout: Format,
     pack: Callable[[DenseExperts, int, str], dict[str, torch.Tensor]],
-    identity: object,
     describe: Callable[[QuantReport], Mapping[str, Any]],
-    overwrite: bool,
-    progress: Progress | None,
-    device: torch.device,
+    device: torch.device | str,
+    **options: Any,
 ) -> QuantReport:
-    """Write a BF16 checkpoint in a packed format: `pack` makes a layer's tensors, `describe` files of the report."""
+    """Write a BF16 checkpoint in a packed format: `pack` makes a layer's tensors, `describe` files of the report.
+
+    options: of `write_checkpoint`.
+    """
     assert layout.spec is not None, "a packed format"
     spec = layout.spec
-    source = open_checkpoint(find_checkpoint(src))
+    source, device = open_checkpoint(find_checkpoint(src)), torch.device(device)
     if source.spec is not None:
         raise CheckpointError(f"{source.path}: is already packed ({source.format}); give the BF16 checkpoint")
     layout.check(source.config)
     label = published_label(src, source.path)
-    config = {**read_json(source.path / "config.json"), "quantization_config": layout.quantization_config()}
+    method = layout.quantization_config()
+    config = {**read_json(source.path / "config.json"), "quantization_config": method}
 
     def make_layer(layer: int) -> Made:
         dense = source.read_experts(layer)
@@ -126,12 +126,6 @@ def _write(
 
     parts = plan(source, layout, make_layer)
     facts = write_checkpoint(
-        source,
-        Path(dst),
-        parts,
-        identity,
-        describe=lambda facts: {"config.json": config, **describe(report(facts))},
-        overwrite=overwrite,
-        progress=progress,
+        source, Path(dst), parts, method, lambda facts: {"config.json": config, **describe(report(facts))}, **options
     )
     return report(facts)

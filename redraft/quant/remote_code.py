@@ -14,7 +14,6 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
@@ -36,10 +35,6 @@ class RemoteCode:
 
     modules: list[str]
     bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return dataclasses.asdict(self)
 
 
 def export_remote_code(
@@ -69,15 +64,8 @@ def export_remote_code(
         META: {**own, "format": layout.name, **dataclasses.asdict(source.spec)},
         **modules,
     }
-    write_checkpoint(
-        source,
-        Path(dst),
-        parts,
-        [layout.name, "remote code"],
-        describe=lambda _: described,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    identity = [layout.name, "remote code"]
+    write_checkpoint(source, Path(dst), parts, identity, lambda _: described, overwrite=overwrite, progress=progress)
     return RemoteCode(sorted(modules), sum(part.bytes for part in parts))
 
 

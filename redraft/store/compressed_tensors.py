@@ -130,7 +130,9 @@ class CompressedTensors(Format):
             *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
         )
 
-    def write_layer(self, dense: DenseExperts, layer: int, where: str, device: torch.device) -> dict[str, torch.Tensor]:
+    def write_layer(
+        self, dense: DenseExperts, layer: int, where: str, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
         """Unpacked experts rounded on `device` -> stored tensors by canonical name, on the CPU. Raises as `pack`."""
         tensors: dict[str, torch.Tensor] = {}
         for expert in range(dense.down.shape[0]):
@@ -147,23 +149,14 @@ class CompressedTensors(Format):
 
     def quantization_config(self) -> dict[str, Any]:
         weights = {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": self.symmetric,
-            "strategy": "group",
-            "group_size": self.group,
-            "dynamic": False,
-            "actorder": None,
-        }
+            "num_bits": 4, "type": "int", "symmetric": self.symmetric, "strategy": "group", "group_size": self.group,
+            "dynamic": False, "actorder": None,
+        }  # fmt: skip
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {
-            "quant_method": FORMAT,
-            "format": PACKING,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": list(IGNORE),
-            "kv_cache_scheme": None,
-        }
+            "quant_method": FORMAT, "format": PACKING, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": list(IGNORE), "kv_cache_scheme": None,
+        }  # fmt: skip
 
 
 def _read_scheme(where: str, quantization: Mapping[str, Any]) -> tuple[int, bool]:

@@ -81,11 +81,15 @@ def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
     return files
 
 
-def copy_part(source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo]) -> Part:
-    """A part that holds tensors of the source, by canonical name, as they are."""
-    return Part(
-        file, sum(info.nbytes for info in infos.values()), lambda: ({name: source.read(name) for name in infos}, {})
-    )
+def copy_part(
+    source: CheckpointFiles,
+    file: str,
+    infos: Mapping[str, TensorInfo],
+    change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+) -> Part:
+    """A part that holds tensors of the source, by canonical name, as they are or as `change` makes them."""
+    size = sum(info.nbytes for info in infos.values())
+    return Part(file, size, lambda: ({name: change(name, source.read(name)) for name in infos}, {}))
 
 
 def write_checkpoint(
@@ -93,8 +97,8 @@ def write_checkpoint(
     target: Path,
     parts: Sequence[Part],
     identity: object,
-    *,
     describe: Callable[[list[Facts]], Mapping[str, Any]] = lambda facts: {},
+    *,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Facts]:
