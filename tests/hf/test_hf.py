@@ -215,13 +215,6 @@ def test_a_cache_can_be_handed_on(pair):
 # Bits
 
 
-@pytest.fixture(scope="module")
-def packed_dir(tiny_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("packed") / "w4"
-    redraft.quantize(tiny_dir, path, SPEC)
-    return path
-
-
 def test_every_way_of_packing_gives_the_same_bits(pair, tiny_dir, packed_dir, tmp_path):
     """Offline, on load, in place, and what save_pretrained wrote from each."""
     _, in_place = pair

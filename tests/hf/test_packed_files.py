@@ -27,13 +27,6 @@ from redraft.store.read import open_checkpoint
 SPEC = QuantSpec(16, 8)
 
 
-@pytest.fixture(scope="module")
-def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("packed") / "w4"
-    redraft.quantize(tiny_dir, path, SPEC)
-    return path
-
-
 @pytest.fixture
 def copied(packed_dir: Path, tmp_path: Path) -> Path:
     """A packed directory to change."""
