@@ -22,7 +22,7 @@ import torch
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
-from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, part_of
+from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, full_name, part_of
 from redraft.store.open import find_checkpoint, published_label
 from redraft.store.read import Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
@@ -246,7 +246,7 @@ def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
     """What merging changes beyond the modules that the adapter names, a sentence for each side."""
     sentences = []
     for prefix, side, other in ((ENCODER, "encoder", "decoder"), (DECODER, "decoder", "encoder")):
-        shared = [name for name, (f, *more) in targets.items() if not more and _full(f.module).startswith(prefix)]
+        shared = [name for name, (f, *more) in targets.items() if not more and full_name(f.module).startswith(prefix)]
         shared = [name for name in shared if name.startswith(f"{DECODER}layers.")]
         if shared:
             sentences.append(
@@ -254,7 +254,3 @@ def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
                 f"merging changes the {other} too, which the unmerged adapter leaves as it was"
             )
     return sentences
-
-
-def _full(module: str) -> str:
-    return f"model.{module}" if module.startswith(("decoder.", "encoder.")) else module

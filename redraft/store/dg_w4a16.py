@@ -61,25 +61,19 @@ class DgW4A16(Format):
     def settled(self, path: Path, config: ModelConfig, text: Mapping[str, list[TensorInfo]]) -> DgW4A16:
         """Group sizes from the shapes of the first layer's scales; sizes that a description has must agree."""
         groups: dict[str, int] = {}
-        names = ("gu_s", "dn_s")
-        for full in (packed_name(0, name) for name in names):
+        dims = {"gu_s": ("group_gate_up", config.hidden_size), "dn_s": ("group_down", config.moe_intermediate_size)}
+        for name, (key, dim) in dims.items():
+            full = packed_name(0, name)
             if full not in text:
                 raise CheckpointError(f"{self.place(path, full)}: tensor {full} is missing")
-        for key, name, dim in zip(
-            ("group_gate_up", "group_down"), names, (config.hidden_size, config.moe_intermediate_size), strict=True
-        ):
-            shape = text[packed_name(0, name)][0].shape
+            shape = list(text[full][0].shape)
             if len(shape) != 3 or shape[-1] < 1 or dim % shape[-1]:
-                raise CheckpointError(
-                    f"{path}: {name} of shape {list(shape)} does not split {dim} weights into equal groups"
-                )
+                raise CheckpointError(f"{path}: {name} of shape {shape} does not split {dim} weights into equal groups")
             groups[key] = dim // shape[-1]
             for file, says in self.described.items():
                 if says.get(key, groups[key]) != groups[key]:
-                    raise CheckpointError(
-                        f"{path / file}: {key} is {says[key]!r}, but the shape of {name}, {list(shape)}, means "
-                        f"{groups[key]}"
-                    )
+                    found = f"the shape of {name}, {shape}, means {groups[key]}"
+                    raise CheckpointError(f"{path / file}: {key} is {says[key]!r}, but {found}")
         try:
             return dataclasses.replace(self, spec=QuantSpec(**groups))
         except UsageError as e:

@@ -33,9 +33,14 @@ def canonical_name(name: str) -> str:
         return f"{DECODER}layers.{int(packed[1])}.experts.{packed[2]}"
     if name in ("lm_head.weight", "model.lm_head.weight"):
         return f"{DECODER}embed_tokens.weight"
-    full = f"model.{name}" if name.startswith(("decoder.", "encoder.")) else name
+    full = full_name(name)
     rest = full.removeprefix(ENCODER)
     return DECODER + rest if rest != full and not _SCALAR.fullmatch(rest) else full
+
+
+def full_name(name: str) -> str:
+    """A name with the leading `model.` that some files and adapters leave out."""
+    return f"model.{name}" if name.startswith(("decoder.", "encoder.")) else name
 
 
 def part_of(name: str) -> str:
