@@ -42,7 +42,7 @@ def load(
     """Load a checkpoint and return an engine.
 
     model: a directory, a hub id, "demo" for the bundled one, or random weights of a model's shapes, such as
-    "random:26b-a4b" and "random:tiny" (redraft/random_model.py). weights: "w4" (default; BF16 experts are quantised
+    "random:26b-a4b" and "random:tiny" (redraft/store/random.py). weights: "w4" (default; BF16 experts are quantised
     layer by layer while loading, in groups of `spec`) or "bf16". device: "cuda" or "cpu", by default the GPU when
     there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU.
     progress(done, total) is called per layer. Raises CheckpointError or UsageError.
@@ -50,21 +50,14 @@ def load(
     from redraft.config import TIERS, check_choice
     from redraft.device import default_dtype, pick_device
     from redraft.engine.engine import Engine
-    from redraft.store.random import is_random, random_tokenizer
-    from redraft.store.read import load_checkpoint, load_tokenizer
+    from redraft.quant.load import load_checkpoint
+    from redraft.store.open import load_tokenizer
 
     check_choice("tier", tier, TIERS)
     target = pick_device(device)
-    checkpoint = load_checkpoint(
-        model,
-        weights=weights,
-        dtype=dtype or default_dtype(target),
-        device=target,
-        spec=spec,
-        progress=progress,
-    )
-    tokenizer = random_tokenizer(checkpoint.config) if is_random(model) else load_tokenizer(checkpoint.path)
-    return Engine(checkpoint, tokenizer, tier)
+    dtype = dtype or default_dtype(target)
+    checkpoint = load_checkpoint(model, weights, dtype, target, spec, progress)
+    return Engine(checkpoint, load_tokenizer(checkpoint.path), tier)
 
 
 def quantize(

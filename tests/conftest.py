@@ -53,3 +53,13 @@ def tiny_dir(tiny_hf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_hf.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint packed in groups of 16 and 8."""
+    import redraft
+
+    path = tmp_path_factory.mktemp("packed") / "w4"
+    redraft.quantize(tiny_dir, path, redraft.QuantSpec(16, 8))
+    return path

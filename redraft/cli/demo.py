@@ -61,9 +61,9 @@ def _answer(engine: Engine, name: str, seed: int, settings: dict[str, Any], quie
 def sizes() -> dict[str, dict[str, int]]:
     """Bytes of the bundled experts and of the whole bundled model, as BF16 on disk and packed."""
     from redraft.cli.inspect import summarize
-    from redraft.store.read import find_checkpoint, open_checkpoint
+    from redraft.store.open import open_model
 
-    summary = summarize(open_checkpoint(find_checkpoint("demo")))
+    summary = summarize(open_model("demo"))
     parts = {"experts": summary["parts"]["experts"], "model": summary["total"]}
     return {name: {"bf16": part["bytes"], "w4": part["w4_bytes"]} for name, part in parts.items()}
 

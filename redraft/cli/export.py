@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from redraft.cli.options import Device, Json
-from redraft.cli.writing import print_report, with_progress
+from redraft.cli.writing import Overwrite, Target, show_packed, write
 from redraft.config import check_choice
 from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.quant.remote_code import RemoteCode
 
 FORMATS = ("compressed-tensors",)
 GROUP_SIZE = 64
@@ -23,7 +26,7 @@ def command(
             metavar="SRC", help="A checkpoint: a directory, a hub id, or 'demo'; BF16, or packed for --remote-code."
         ),
     ],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; it must be new or empty.")],
+    dst: Target,
     format_name: Annotated[
         str | None, typer.Option("--format", metavar="|".join(FORMATS), help="What to write from a BF16 SRC.")
     ] = None,
@@ -40,7 +43,7 @@ def command(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="No zero points: less accurate, and all that vLLM's expert layers take.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")] = False,
+    overwrite: Overwrite = False,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
@@ -53,40 +56,22 @@ def command(
     if format_name is None:
         if group_size is not None or symmetric:
             raise UsageError("--group-size and --symmetric go with --format; --remote-code keeps how SRC is packed")
-        _with_code(src, dst, overwrite, json_output)
+        from redraft.quant.remote_code import export_remote_code
+
+        bundle = partial(export_remote_code, src, dst, overwrite=overwrite)
+        write("exporting", dst, json_output, bundle, _show_code)
         return
     check_choice("format", format_name, FORMATS)
     from redraft.device import pick_device
-    from redraft.quant.export import export_compressed_tensors
+    from redraft.quant.quantize import export_compressed_tensors
 
-    target = pick_device(device)
-    report = with_progress(
-        "exporting",
-        dst,
-        lambda progress: export_compressed_tensors(
-            src,
-            dst,
-            group=GROUP_SIZE if group_size is None else group_size,
-            symmetric=symmetric,
-            overwrite=overwrite,
-            progress=progress,
-            device=target,
-        ),
-    )
-    if json_output:
-        print(json.dumps({**report.to_dict(), "symmetric": symmetric, "destination": dst}))
-    else:
-        print_report(report, dst)
+    pack = partial(export_compressed_tensors, src, dst, symmetric=symmetric, overwrite=overwrite)
+    pack = partial(pack, group=GROUP_SIZE if group_size is None else group_size, device=pick_device(device))
+    write("exporting", dst, json_output, pack, show_packed, symmetric=symmetric)
 
 
-def _with_code(src: str, dst: str, overwrite: bool, json_output: bool) -> None:
-    from redraft.quant.remote_code import AUTO_MAP, export_remote_code
+def _show_code(written: RemoteCode, dst: str) -> None:
+    from redraft.quant.remote_code import AUTO_MAP
 
-    written = with_progress(
-        "exporting", dst, lambda progress: export_remote_code(src, dst, overwrite=overwrite, progress=progress)
-    )
-    if json_output:
-        print(json.dumps({"modules": written.modules, "bytes": written.bytes, "destination": dst}))
-        return
     print(f"{dst}: {written.bytes / 1e6:,.1f} MB of weights and {len(written.modules)} modules of code; load it with")
     print(f'{next(iter(AUTO_MAP))}.from_pretrained("{dst}", trust_remote_code=True, tier="turbo")')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,11 +26,9 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
-    from redraft.store.random import is_random, random_files
-    from redraft.store.read import find_checkpoint, open_checkpoint
+    from redraft.store.open import open_model
 
-    files = random_files(model) if is_random(model) else open_checkpoint(find_checkpoint(model), verify)
-    summary = summarize(files)
+    summary = summarize(open_model(model, verify))
     if json_output:
         print(json.dumps(summary))
     else:
@@ -37,33 +36,32 @@ def command(
 
 
 def summarize(files: CheckpointFiles) -> dict[str, Any]:
-    """The JSON object of this command. Bytes are exact; sizes in W4 are null where the group sizes do not divide."""
-    spec, notes = _w4_spec(files)
+    """The JSON object of this command. Bytes are exact.
+
+    `spec` and sizes in W4 are the checkpoint's own, else those of the published group sizes, or null if these do not
+    divide.
+    """
+    from redraft.config import QuantSpec
+    from redraft.errors import UsageError
+
+    spec: QuantSpec | None
+    spec, notes = files.spec or QuantSpec(), files.notes
+    try:
+        spec.check(files.config)
+    except UsageError as e:
+        spec, notes = None, [*notes, f"no size in W4: {e}"]
     parts = _parts(files, spec)
     return {
         "path": str(files.path),
         "format": files.format,
-        "spec": None if spec is None else {"group_gate_up": spec.group_gate_up, "group_down": spec.group_down},
+        "spec": None if spec is None else dataclasses.asdict(spec),
         "shape": _shape(files.config),
         "parts": parts,
         "total": {key: _sum(parts.values(), key) for key in ("tensors", "parameters", "bytes", "w4_bytes")},
         "cards_gb": CARDS_GB,
         "fit": _fit(files, parts),
-        "notes": files.notes + notes,
+        "notes": notes,
     }
-
-
-def _w4_spec(files: CheckpointFiles) -> tuple[QuantSpec | None, list[str]]:
-    """Group sizes of the packed form: the checkpoint's own, else the published ones if they fit."""
-    from redraft.config import QuantSpec
-    from redraft.errors import UsageError
-
-    spec = files.spec or QuantSpec()
-    try:
-        spec.check(files.config)
-    except UsageError as e:
-        return None, [f"no size in W4: {e}"]
-    return spec, []
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
@@ -92,7 +90,7 @@ def _parts(files: CheckpointFiles, spec: QuantSpec | None) -> dict[str, dict[str
     from redraft.store.names import PARTS, part_of
 
     parts: dict[str, dict[str, Any]] = {}
-    for name, info in {**{name: places[0] for name, places in files.text.items()}, **files.extras}.items():
+    for name, info in files.tensors.items():
         part = parts.setdefault(part_of(name), {"tensors": 0, "parameters": 0, "bytes": 0, "w4_bytes": 0})
         part["tensors"] += 1
         part["bytes"] += info.nbytes
@@ -125,9 +123,7 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
         "bf16": plain + experts if files.spec is None else None,  # a packed checkpoint has no BF16 experts to load
     }
     rows = []
-    for context in CONTEXTS:
-        if context > files.config.max_position_embeddings:
-            continue
+    for context in (c for c in CONTEXTS if c <= files.config.max_position_embeddings):
         arena = arena_bytes(files.config, 1, context, torch.bfloat16)
         totals = {form: None if size is None else size + arena for form, size in weights.items()}
         cards = {
@@ -138,26 +134,19 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
 
 
 def _print(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from redraft.cli.tables import table, table_console
 
-    console = Console()
-    console.print(f"{summary['path']}: {summary['format']}", highlight=False)
-    shape = Table("shape", "", show_header=False)
-    for key, value in summary["shape"].items():
-        shape.add_row(key, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
-    console.print(shape)
-    parts = Table("part", "tensors", "parameters", "stored MB", "W4 MB")
-    for name, part in {**summary["parts"], "total": summary["total"]}.items():
-        parts.add_row(
-            name,
-            str(part["tensors"]),
-            f"{part['parameters']:,}",
-            _megabytes(part["bytes"]),
-            _megabytes(part["w4_bytes"]),
-        )
-    console.print(parts)
-    console.print(_fit_table(summary["fit"]))
+    console = table_console()
+    console.print(f"{summary['path']}: {summary['format']}")
+    console.print(table(("shape", ""), [(key, _text(value)) for key, value in summary["shape"].items()]))
+    parts = {**summary["parts"], "total": summary["total"]}
+    rows = [
+        (name, str(p["tensors"]), f"{p['parameters']:,}", _megabytes(p["bytes"]), _megabytes(p["w4_bytes"]))
+        for name, p in parts.items()
+    ]
+    console.print(table(("part", "tensors", "parameters", "stored MB", "W4 MB"), rows))
+    columns = ("context", "KV MB", "W4 + KV MB", "BF16 + KV MB", *(f"{card} GB" for card in CARDS_GB))
+    console.print(table(columns, map(_fit_row, summary["fit"]), "What fits"))
     console.print(
         "Weights and KV arena of one sequence, GB = 10^9 bytes; a pass's workspace, mostly its logits, comes on top."
     )
@@ -165,24 +154,16 @@ def _print(summary: dict[str, Any]) -> None:
         console.print(f"note: {note}")
 
 
-def _fit_table(fit: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
+def _fit_row(row: dict[str, Any]) -> list[str]:
+    """A context's sizes, and which forms fit into each card."""
+    sizes = {form.upper(): size for form, size in row["bytes"].items() if size is not None}
+    marks = [" ".join(form for form, size in sizes.items() if size <= card * 10**9) or "-" for card in CARDS_GB]
+    megabytes = map(_megabytes, (row["kv_bytes"], row["bytes"]["w4"], row["bytes"]["bf16"]))
+    return [f"{row['context']:,}", *megabytes, *marks]
 
-    table = Table("context", "KV MB", "W4 + KV MB", "BF16 + KV MB", *(f"{c} GB" for c in CARDS_GB), title="What fits")
-    for row in fit:
-        marks = []
-        for card in CARDS_GB:
-            forms = [
-                name.upper() for name, total in row["bytes"].items() if total is not None and total <= card * 10**9
-            ]
-            marks.append(" ".join(forms) or "-")
-        table.add_row(
-            f"{row['context']:,}",
-            _megabytes(row["kv_bytes"]),
-            *(_megabytes(row["bytes"][form]) for form in ("w4", "bf16")),
-            *marks,
-        )
-    return table
+
+def _text(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _megabytes(count: int | None) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from redraft.cli.options import Json
-from redraft.cli.writing import with_progress
+from redraft.cli.writing import Overwrite, Target, write
 
 if TYPE_CHECKING:
     from redraft.quant.lora import MergeReport
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="A BF16 checkpoint: a directory, a hub id, or 'demo'.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a directory or a hub id.")],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; it must be new or empty.")],
+    dst: Target,
     both_sides: Annotated[
         bool, typer.Option("--both-sides", help="Merge what ADAPTER has on one side into weights both sides share.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")] = False,
+    overwrite: Overwrite = False,
     json_output: Json = False,
 ) -> None:
     """Write BASE to DST with ADAPTER merged: sums in fp32, rounded to BASE's dtype; all else is kept as it is.
@@ -30,30 +31,17 @@ def command(
     """
     from redraft.quant.lora import merge_lora
 
-    report = with_progress(
-        "merging",
-        dst,
-        lambda progress: merge_lora(base, adapter, dst, both_sides=both_sides, overwrite=overwrite, progress=progress),
-    )
-    if json_output:
-        print(json.dumps({**report.to_dict(), "destination": dst}))
-    else:
-        _print(report, dst)
+    merge = partial(merge_lora, base, adapter, dst, both_sides=both_sides, overwrite=overwrite)
+    write("merging", dst, json_output, merge, _show)
 
 
-def _print(report: MergeReport, dst: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _show(report: MergeReport, dst: str) -> None:
+    from redraft.cli.tables import table, table_console
 
-    rows: dict[tuple[str, int, float], int] = {}
-    for tensor in report.tensors:
-        key = (tensor.name.removesuffix(".weight").rsplit(".", 1)[-1], tensor.rank, tensor.scale)
-        rows[key] = rows.get(key, 0) + 1
-    console = Console(highlight=False)
-    table = Table("projection", "rank", "scale", "weights", title="Merged")
-    for (projection, rank, scale), count in rows.items():
-        table.add_row(projection, str(rank), f"{scale:g}", str(count))
-    console.print(table)
+    console = table_console()
+    kinds = Counter((t.name.removesuffix(".weight").rsplit(".", 1)[-1], t.rank, t.scale) for t in report.tensors)
+    rows = [(name, str(rank), f"{scale:g}", str(count)) for (name, rank, scale), count in kinds.items()]
+    console.print(table(("projection", "rank", "scale", "weights"), rows, "Merged"))
     for note in report.notes:
         console.print(f"note: {note}")
     console.print(f"{dst}: {report.adapter} merged into {len(report.tensors)} weights of {report.base}")

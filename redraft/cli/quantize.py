@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from redraft.cli.options import Device, Json
-from redraft.cli.writing import print_report, with_progress
+from redraft.cli.writing import Bf16Source, Overwrite, Target, show_packed, write
 from redraft.config import QuantSpec
 
 
 def command(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A BF16 checkpoint: a directory, a hub id, or 'demo'.")],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; it must be new or empty.")],
+    src: Bf16Source,
+    dst: Target,
     group_gate_up: Annotated[
         int, typer.Option("--group-gate-up", metavar="N", help="Weights per scale in gate and up projections.")
     ] = QuantSpec.group_gate_up,
     group_down: Annotated[
         int, typer.Option("--group-down", metavar="N", help="Weights per scale in down projections.")
     ] = QuantSpec.group_down,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")] = False,
+    overwrite: Overwrite = False,
     device: Device = None,
     json_output: Json = False,
 ) -> None:
@@ -33,13 +33,5 @@ def command(
     from redraft.device import pick_device
     from redraft.quant.quantize import quantize
 
-    target = pick_device(device)
-    report = with_progress(
-        "quantising",
-        dst,
-        lambda progress: quantize(src, dst, spec, overwrite=overwrite, device=target, progress=progress),
-    )
-    if json_output:
-        print(json.dumps({**report.to_dict(), "destination": dst}))
-    else:
-        print_report(report, dst)
+    pack = partial(quantize, src, dst, spec, overwrite=overwrite, device=pick_device(device))
+    write("quantising", dst, json_output, pack, show_packed)

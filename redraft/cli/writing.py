@@ -1,18 +1,23 @@
-"""What the commands that write a checkpoint share: the progress bar, what Ctrl-C leaves behind, the report."""
+"""What the commands that write a checkpoint share: arguments, the progress bar, what Ctrl-C leaves, the report."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
     from redraft.quant.report import QuantReport
-    from redraft.store.read import Progress
 
-T = TypeVar("T")
+Bf16Source = Annotated[str, typer.Argument(metavar="SRC", help="A BF16 checkpoint: a directory, a hub id, or 'demo'.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="The directory to write; it must be new or empty.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that DST holds.")]
 
 
 class Interrupted(RedraftError):
@@ -21,8 +26,19 @@ class Interrupted(RedraftError):
     exit_code = 130
 
 
-def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
-    """Run `write` with a progress callback; Ctrl-C becomes one line that says how to go on."""
+def write(
+    what: str, dst: str, json_output: bool, work: Callable[..., Any], show: Callable[[Any, str], None], **facts: object
+) -> None:
+    """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`."""
+    report = _with_progress(what, dst, work)
+    if json_output:
+        print(json.dumps({**dataclasses.asdict(report), **facts, "destination": dst}))
+    else:
+        show(report, dst)
+
+
+def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
+    """Under a progress bar; Ctrl-C becomes one line that says how to go on."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -33,7 +49,7 @@ def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
     try:
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
-            return write(lambda done, total: bar.update(task, completed=done, total=total))
+            return work(progress=lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
         kept = partial_path(dst)
         advice = f"finished files are kept in {kept}: run the same command to resume, or delete it"
@@ -42,21 +58,18 @@ def with_progress(what: str, dst: str, write: Callable[[Progress], T]) -> T:
         ) from None
 
 
-def print_report(report: QuantReport, dst: str) -> None:
+def show_packed(report: QuantReport, dst: str) -> None:
     """The outcome of packing as tables, and the sizes."""
-    from rich.console import Console
-    from rich.table import Table
+    from redraft.cli.tables import table, table_console
 
-    console = Console()
-    errors = Table("quantised", "SQNR dB", "relative error", title="Rounding error")
-    for tensor in report.tensors:
-        name = tensor.name.removeprefix("model.decoder.")
-        sqnr = math.inf if tensor.sqnr_db is None else tensor.sqnr_db
-        errors.add_row(name, f"{sqnr:.2f}", f"{tensor.relative_error:.4f}")
-    console.print(errors)
-    kept = Table("kept as it was", "tensors", "MB", "why")
-    for part in report.kept:
-        kept.add_row(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason)
-    console.print(kept)
+    console = table_console()
+    errors = (
+        (e.name.removeprefix("model.decoder."), math.inf if e.sqnr_db is None else e.sqnr_db, e.relative_error)
+        for e in report.tensors
+    )
+    rows = [(name, f"{sqnr:.2f}", f"{relative:.4f}") for name, sqnr, relative in errors]
+    console.print(table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
+    kept = [(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason) for part in report.kept]
+    console.print(table(("kept as it was", "tensors", "MB", "why"), kept))
     before, after = report.bytes_before, report.bytes_after
     console.print(f"{dst}: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({before / after:.2f}x smaller)")

@@ -19,13 +19,14 @@ from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.base import Question, Task, ask
 from redraft.evaluate.charts import draw_charts
-from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, needed_bytes, stored_packed
 from redraft.evaluate.report import WARM_UP_STARTS, markdown
 from redraft.evaluate.results import Folder, run_id
 from redraft.evaluate.run import Record, Side, allocated, answers
 from redraft.evaluate.summary import arm_figures, by_task, compare_arms
 from redraft.evaluate.tasks import STAND_IN_LENGTHS, StandIn, select_tasks
 from redraft.files import write_text
+from redraft.store.open import open_model
 from redraft.store.random import is_random
 
 WARM_UP_PASSES = 2  # of the questions that an arm only begins to answer before the clock starts
@@ -55,7 +56,7 @@ class Comparison:
         self.model, self.device, self.dtype = model, device, default_dtype(device)
         self.limit, self.seed, self.fixed_steps, self.in_place = limit, seed, fixed_steps, in_place
         parsed = parse_arms(arms, model)
-        self.files = {name: checkpoint_files(name) for name in dict.fromkeys(arm.model for arm in parsed)}
+        self.files = {name: open_model(name) for name in dict.fromkeys(arm.model for arm in parsed)}
         self.arms = [arm.resolved(stored_packed(self.files[arm.model])) for arm in parsed]
         self.random = [name for name in self.files if is_random(name)]
         self.settings = {}

@@ -21,17 +21,14 @@ from redraft.evaluate.arms import Arm
 from redraft.evaluate.generate import TransformersEngine
 from redraft.evaluate.run import Side
 from redraft.network.weights import nbytes
+from redraft.quant.load import load_checkpoint
 from redraft.store import compressed_tensors
-from redraft.store.names import expected_tensors, expert_names, layer_tensors, part_of, shared_tensors
-from redraft.store.random import is_random, random_files, random_tokenizer, weight_bytes
-from redraft.store.read import CheckpointFiles, find_checkpoint, load_checkpoint, load_tokenizer, open_checkpoint
+from redraft.store.names import expert_names, layer_tensors, shared_tensors, text_tensors
+from redraft.store.open import load_tokenizer
+from redraft.store.random import is_random, weight_bytes
+from redraft.store.read import CheckpointFiles
 
 WORKING_LOGITS = 16  # a pass has at most about so many fp32 copies of a canvas's logits at once
-
-
-def checkpoint_files(model: str) -> CheckpointFiles:
-    """Shapes, settings and sizes of any MODEL argument before weights are read."""
-    return random_files(model) if is_random(model) else open_checkpoint(find_checkpoint(model))
 
 
 def stored_packed(files: CheckpointFiles) -> bool:
@@ -42,7 +39,7 @@ def stored_packed(files: CheckpointFiles) -> bool:
 class Models:
     """The loaded models of a comparison, all on one device in one dtype.
 
-    files: what `checkpoint_files` gave, by MODEL argument. in_place: a W4 model takes the place of the BF16 one.
+    files: what `open_model` gave, by MODEL argument. in_place: a W4 model takes the place of the BF16 one.
     """
 
     def __init__(self, files: dict[str, CheckpointFiles], device: torch.device, dtype: torch.dtype, in_place: bool):
@@ -96,9 +93,7 @@ class Models:
 
     def _tokenizer(self, model: str) -> Any:
         if model not in self._tokenizers:
-            files = self.files[model]
-            made = random_tokenizer(files.config) if is_random(model) else load_tokenizer(files.path)
-            self._tokenizers[model] = made
+            self._tokenizers[model] = load_tokenizer(self.files[model].path)
         return self._tokenizers[model]
 
 
@@ -181,11 +176,10 @@ def needed_bytes(arms: Sequence[Arm], files: dict[str, CheckpointFiles], dtype: 
         config, spec = files[name].config, files[name].spec or QuantSpec()
         total += weight_bytes(config, spec if weights == "w4" else None, dtype)
         if (runner, weights) == ("transformers", "w4") and (name, runner, "bf16") in holders:
-            total -= _unpacked_bytes(config, spec, dtype)  # they share all but the experts
+            total -= _unpacked_bytes(config, dtype)  # they share all but the experts
     working = max(4 * files[arm.model].config.canvas_length * files[arm.model].config.vocab_size for arm in arms)
     return total + WORKING_LOGITS * working
 
 
-def _unpacked_bytes(config: ModelConfig, spec: QuantSpec, dtype: torch.dtype) -> int:
-    expected = expected_tensors(config, spec).items()
-    return dtype.itemsize * sum(math.prod(shape) for name, (_, shape) in expected if part_of(name) != "experts")
+def _unpacked_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(math.prod(shape) for _, shape in text_tensors(config).values())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+
+from redraft.files import write_text
 
 
 def bring(module_file: str, name: str, text: str) -> None:
     """Write the file `name` beside a module, unless it is there. Several processes may do so at once."""
     target = Path(module_file).with_name(name)
-    if target.exists() and target.read_text("utf-8") == text:
-        return
-    with NamedTemporaryFile("w", dir=target.parent, encoding="utf-8", delete=False) as file:
-        file.write(text)
-    Path(file.name).replace(target)
+    if not target.exists() or target.read_text("utf-8") != text:
+        write_text(target, text)

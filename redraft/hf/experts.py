@@ -20,6 +20,7 @@ from redraft.kernels.experts_layout import gemm_tiles, repack, unpack_layer
 from redraft.kernels.launch import HAS_TRITON
 from redraft.network.weights import PackedExperts, RepackedExperts, iter_tensors
 from redraft.store import dg_w4a16
+from redraft.store.names import PACKED_NAMES
 
 _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
 
@@ -70,7 +71,7 @@ class W4Experts(nn.Module):
     def holding(cls, packed: PackedExperts, config: ModelConfig, spec: QuantSpec, dtype: torch.dtype) -> W4Experts:
         """Experts for a network of `dtype`, in the kernels' layout where those cover them."""
         module = cls(config, spec)
-        for name in dg_w4a16.PACKED_NAMES:
+        for name in PACKED_NAMES:
             module._set(name, getattr(packed, name))
         module.adopt_kernels(dtype)
         return module
@@ -84,14 +85,14 @@ class W4Experts(nn.Module):
             return
         if gemm_tiles(self.config, self.spec) is not None:
             self.repacked = repack(self.packed(), self.config, self.spec)
-            for name in dg_w4a16.PACKED_NAMES:
+            for name in PACKED_NAMES:
                 delattr(self, name)
 
     def packed(self) -> PackedExperts:
         """The tensors of the file format, recovered from the kernels' layout where that is in use."""
         if self.repacked is not None:
             return unpack_layer(self.repacked, self.config)
-        return PackedExperts(*(getattr(self, name).detach() for name in dg_w4a16.PACKED_NAMES))
+        return PackedExperts(*(getattr(self, name).detach() for name in PACKED_NAMES))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

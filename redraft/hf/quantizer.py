@@ -15,10 +15,10 @@ from redraft.config import QuantSpec
 from redraft.errors import UsageError
 from redraft.hf.experts import W4Experts, check_model, layers, set_ties
 from redraft.hf.generation import install
-from redraft.network.weights import PackedExperts
+from redraft.quant.rtn import packed_experts
 from redraft.store import dg_w4a16
 from redraft.store.names import packed_name
-from redraft.store.read import CheckpointFiles, open_checkpoint, read_experts
+from redraft.store.read import CheckpointFiles, open_checkpoint
 
 
 @register_quantization_config(dg_w4a16.FORMAT)
@@ -86,8 +86,7 @@ class W4Quantizer(HfQuantizer):
                     raise UsageError(
                         f"layer {index} is offloaded; packed experts must fit the device their layer runs on"
                     )
-                packed = read_experts(self._files, index, spec, model.dtype, device)
-                assert isinstance(packed, PackedExperts)  # because of the spec
+                packed = packed_experts(self._files, index, spec, device)
                 decoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
             decoder.experts.requires_grad_(False).adopt_kernels(model.dtype)
             encoder.experts = decoder.experts

@@ -1,4 +1,4 @@
-"""The tensors of one network, plain and unwrapped: what `checkpoint.py` returns and `model.py` reads.
+"""The tensors of one network, plain and unwrapped: what `quant/load.py` returns and `model.py` reads.
 
 Names follow transformers' parameter names. Encoder and decoder share everything here except `encoder_scalar` and
 `decoder_scalar`, the two per-layer output scalars that are buffers and never tied.

@@ -11,7 +11,6 @@ refused unless it is asked for.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -23,16 +22,16 @@ import torch
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
-from redraft.store.names import DECODER, ENCODER, canonical_name, part_of
-from redraft.store.read import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, published_label
+from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, full_name, part_of
+from redraft.store.open import find_checkpoint, published_label
+from redraft.store.read import Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
-from redraft.store.write import SINGLE, Made, Part, shard_name, shards, write_checkpoint
+from redraft.store.write import copy_part, shard_names, shards, write_checkpoint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_FLOATS = ("BF16", "F16", "F32")
 # Fields that change no merged weight: what was adapted, which the tensors' names say again, and how it was trained.
 _NO_EFFECT = frozenset(
     (
@@ -64,10 +63,8 @@ class Factors:
 
     def equals(self, other: Factors) -> bool:
         """Whether both add the same to a weight, bit for bit."""
-        same = (self.scale, self.a.shape, self.b.shape) == (other.scale, other.a.shape, other.b.shape)
-        return same and all(
-            torch.equal(read_tensor(x), read_tensor(y)) for x, y in ((self.a, other.a), (self.b, other.b))
-        )
+        pairs = ((self.a, other.a), (self.b, other.b))
+        return self.scale == other.scale and all(torch.equal(read_tensor(x), read_tensor(y)) for x, y in pairs)
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,6 @@ class MergeReport:
     adapter: str
     tensors: list[MergedTensor]
     notes: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return dataclasses.asdict(self)
 
 
 def merge_lora(
@@ -116,8 +109,7 @@ def merge_lora(
             f"{source.path}: is packed ({source.format}); merge into the BF16 checkpoint, then quantise the result"
         )
     folder = find_checkpoint(adapter)
-    stored = {**{name: places[0] for name, places in source.text.items()}, **source.extras}
-    shapes = {name: info.shape for name, info in stored.items()}
+    shapes = {name: info.shape for name, info in source.tensors.items()}
     targets = assign(read_adapter(folder), shapes, str(source.path))
     sentences = one_sided(targets)
     if sentences and not both_sides:
@@ -125,14 +117,17 @@ def merge_lora(
             f"{folder / WEIGHTS}: {sentences[0]}; train it with the same factors on both sides, or merge into the "
             "shared weights all the same with --both-sides"
         )
-    split = shards(stored)
-    files = [SINGLE] if len(split) == 1 else [shard_name(i, len(split)) for i in range(1, len(split) + 1)]
-    parts = [_part(source, file, infos, targets) for file, infos in zip(files, split, strict=True)]
+
+    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return merge(weight, targets[name][0]) if name in targets else weight
+
+    split = shards(source.tensors)
+    parts = [copy_part(source, *shard, merged) for shard in zip(shard_names(len(split)), split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
-    merged = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
+    changed = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
     labels = published_label(base, source.path), published_label(adapter, folder)
-    return MergeReport(*labels, merged, sentences)
+    return MergeReport(*labels, changed, sentences)
 
 
 def read_adapter(folder: Path) -> list[Factors]:
@@ -183,7 +178,7 @@ def _factors(file: Path, config: Mapping[str, Any], module: str, pair: Mapping[s
         raise CheckpointError(f"{some}: its other factor, lora_{missing}.weight, is missing")
     a, b = pair["A"], pair["B"]
     for info in (a, b):
-        if info.dtype not in _FLOATS or len(info.shape) != 2:
+        if info.dtype not in FLOATS or len(info.shape) != 2:
             raise CheckpointError(f"{info} is {info.dtype} {list(info.shape)}, expected a matrix of floats")
     rank = _setting(file, config, "rank_pattern", "r", module)
     alpha = _setting(file, config, "alpha_pattern", "lora_alpha", module)
@@ -236,18 +231,6 @@ def assign(factors: list[Factors], shapes: Mapping[str, tuple[int, ...]], model:
     return targets
 
 
-def _part(
-    source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo], targets: Mapping[str, list[Factors]]
-) -> Part:
-    def make() -> Made:
-        tensors = {name: source.read(name) for name in infos}
-        for name in tensors.keys() & targets.keys():
-            tensors[name] = merge(tensors[name], targets[name][0])
-        return tensors, {}
-
-    return Part(file, sum(info.nbytes for info in infos.values()), make)
-
-
 def merge(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     """W + B A * scale, summed in fp32, in the dtype and on the device of `weight`.
 
@@ -263,7 +246,7 @@ def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
     """What merging changes beyond the modules that the adapter names, a sentence for each side."""
     sentences = []
     for prefix, side, other in ((ENCODER, "encoder", "decoder"), (DECODER, "decoder", "encoder")):
-        shared = [name for name, (f, *more) in targets.items() if not more and _full(f.module).startswith(prefix)]
+        shared = [name for name, (f, *more) in targets.items() if not more and full_name(f.module).startswith(prefix)]
         shared = [name for name in shared if name.startswith(f"{DECODER}layers.")]
         if shared:
             sentences.append(
@@ -271,7 +254,3 @@ def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
                 f"merging changes the {other} too, which the unmerged adapter leaves as it was"
             )
     return sentences
-
-
-def _full(module: str) -> str:
-    return f"model.{module}" if module.startswith(("decoder.", "encoder.")) else module

@@ -14,19 +14,14 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError
-from redraft.network.weights import iter_tensors
-from redraft.quant.quantize import fence_part
-from redraft.quant.report import kept_tensors
-from redraft.store import dg_w4a16
-from redraft.store.names import packed_name
-from redraft.store.read import CheckpointFiles, Progress, find_checkpoint, open_checkpoint, read_experts
-from redraft.store.write import Part, copy_part, shard_name, shards, write_checkpoint
+from redraft.network.weights import PackedExperts
+from redraft.store.dg_w4a16 import META, DgW4A16
+from redraft.store.open import find_checkpoint
+from redraft.store.read import Progress, open_checkpoint
+from redraft.store.write import Made, plan, write_checkpoint
 from redraft.version import __version__
 
 ENTRY, ENTRY_NAME, CLASS = "redraft.hf.remote", "modeling_redraft", "RedraftDiffusionGemma"
@@ -53,49 +48,25 @@ def export_remote_code(
     source = open_checkpoint(find_checkpoint(src))
     if source.spec is None:
         raise CheckpointError(f"{source.path}: is not packed; run `redraft quantize {src} PACKED` and export PACKED")
-    modules = bundle()
-    parts = _plan(source)
-    config = {
-        **read_json(source.path / "config.json"),
-        "quantization_config": dg_w4a16.quantization_config(source.spec),
-        "auto_map": AUTO_MAP,
+    modules, layout = bundle(), DgW4A16(source.spec)
+
+    def make_layer(layer: int) -> Made:
+        packed = source.read_experts(layer)
+        assert isinstance(packed, PackedExperts), "the source is packed"
+        return layout.write_layer(packed, layer), {}
+
+    parts = plan(source, layout, make_layer)
+    method = {"quantization_config": layout.quantization_config(), "auto_map": AUTO_MAP}
+    # The source's own description of how it was packed, if it has one.
+    own = read_json(source.path / META) if (source.path / META).exists() else {}
+    described = {
+        "config.json": {**read_json(source.path / "config.json"), **method},
+        META: {**own, "format": layout.name, **dataclasses.asdict(source.spec)},
+        **modules,
     }
-    described = {"config.json": config, dg_w4a16.META: _meta(source), **modules}
-    write_checkpoint(
-        source,
-        Path(dst),
-        parts,
-        [dg_w4a16.FORMAT, "remote code"],
-        describe=lambda _: described,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    identity = [layout.name, "remote code"]
+    write_checkpoint(source, Path(dst), parts, identity, lambda _: described, overwrite=overwrite, progress=progress)
     return RemoteCode(sorted(modules), sum(part.bytes for part in parts))
-
-
-def _plan(source: CheckpointFiles) -> list[Part]:
-    """As `quantize` lays them out: the experts of every layer, everything else in shards, the fence."""
-    layers = [_layer_part(source, i) for i in range(source.config.num_layers)]
-    kept = shards(kept_tensors(source))
-    plain = [copy_part(source, shard_name(i, len(kept)), infos) for i, infos in enumerate(kept, 1)]
-    return [*layers, *plain, fence_part()]
-
-
-def _layer_part(source: CheckpointFiles, layer: int) -> Part:
-    assert source.spec is not None, "the source is packed"
-
-    def make() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        packed = read_experts(source, layer, None, torch.float32, torch.device("cpu"))
-        return {packed_name(layer, name): tensor for name, tensor in iter_tensors(packed)}, {}
-
-    return Part(dg_w4a16.expert_file(layer), dg_w4a16.packed_bytes(source.config, source.spec), make)
-
-
-def _meta(source: CheckpointFiles) -> dict[str, Any]:
-    """The source's own description of how it was packed, if it has one."""
-    assert source.spec is not None, "the source is packed"
-    own = read_json(source.path / dg_w4a16.META) if (source.path / dg_w4a16.META).exists() else {}
-    return {**own, "format": dg_w4a16.FORMAT, **dataclasses.asdict(source.spec)}
 
 
 def bundle() -> dict[str, str]:

@@ -12,7 +12,6 @@ import torch
 from redraft.config import QuantSpec
 from redraft.kernels.packing import dequantize
 from redraft.store.names import PARTS, part_of
-from redraft.store.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
     from redraft.store.read import CheckpointFiles
@@ -81,18 +80,12 @@ def tensor_error(
     return TensorError(name, 10 * math.log10(signal / noise), math.sqrt(noise / signal))
 
 
-def kept_tensors(source: CheckpointFiles) -> dict[str, TensorInfo]:
-    """Everything that is not quantised, by canonical name: a tied tensor once."""
-    text = {name: places[0] for name, places in source.text.items() if part_of(name) != "experts"}
-    return {**text, **source.extras}
-
-
 def make_report(
     source: CheckpointFiles, label: str, spec: QuantSpec, errors: list[TensorError], bytes_after: int
 ) -> QuantReport:
     """The report on packing the experts of `source`, which published files call `label`."""
     kept: dict[str, list[int]] = {}
-    for name, info in kept_tensors(source).items():
+    for name, info in source.kept.items():
         kept.setdefault(part_of(name), []).append(info.nbytes)
     experts = [places[0].nbytes for name, places in source.text.items() if part_of(name) == "experts"]
     return QuantReport(

@@ -18,12 +18,17 @@ Every step is one correctly rounded fp32 operation, so that a GPU and a CPU give
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import pack_nibbles
-from redraft.network.weights import PackedExperts
+from redraft.network.weights import DenseExperts, PackedExperts
+
+if TYPE_CHECKING:
+    from redraft.store.read import CheckpointFiles
 
 STEPS = 15  # between the 16 values of 4 bits
 SMALLEST_SCALE = 2.0**-24  # the smallest positive fp16: an all-zero group gets it rather than a scale of zero
@@ -85,6 +90,15 @@ def quantize_experts(
     gu = _quantize_each(gate_up, spec.group_gate_up, f"{where}.gate_up_proj", device)
     dn = _quantize_each(down, spec.group_down, f"{where}.down_proj", device)
     return PackedExperts(*gu, *dn)
+
+
+def packed_experts(source: CheckpointFiles, layer: int, spec: QuantSpec, device: torch.device) -> PackedExperts:
+    """A layer's experts on `device`: as they are packed in the files, else packed here in groups of `spec`."""
+    stored = source.read_experts(layer)
+    if isinstance(stored, DenseExperts):
+        where = source.experts_place(layer)
+        return quantize_experts(stored.gate_up, stored.down, spec, where=where, device=device)
+    return PackedExperts(*(tensor.to(device) for tensor in vars(stored).values()))
 
 
 def _quantize_each(weight: torch.Tensor, group: int, where: str, device: torch.device) -> Packed:

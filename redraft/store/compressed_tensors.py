@@ -23,8 +23,9 @@ to nearest and q and z computed from the rounded ones. Measured on 1024 x 2816 B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ import torch
 from redraft.config import ModelConfig, QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import pack_nibbles, unpack_nibbles
-from redraft.network.weights import PackedExperts
-from redraft.store.names import DECODER
+from redraft.network.weights import DenseExperts, PackedExperts
+from redraft.store.format import Entry, Format, Read
+from redraft.store.names import DECODER, FLOATS
 
 FORMAT = "compressed-tensors"
 PACKING = "pack-quantized"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-SCALES = ("BF16", "F16", "F32")  # safetensors dtypes read
 SMALLEST_SCALE = 2.0**-17  # from here on fp16 holds every BF16 number
 LARGEST_SCALE = 65280.0  # the largest BF16 number that fp16 holds
 # Every Linear that is not an expert, on both sides and in the vision tower.
@@ -66,41 +67,103 @@ _Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8 [N, K/2], sca
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """Weights a group, and whether zero points are absent (symmetric)."""
+class CompressedTensors(Format):
+    """Packed experts, a Linear each: weights a group, and whether zero points are absent (symmetric)."""
+
+    name = FORMAT
 
     group: int
     symmetric: bool
 
     @property
-    def spec(self) -> QuantSpec:
+    def spec(self) -> QuantSpec:  # type: ignore[override]
         return QuantSpec(self.group, self.group)
 
+    @classmethod
+    def describe(
+        cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig
+    ) -> CompressedTensors | None:
+        if quantization is None or quantization["quant_method"] != FORMAT:
+            return None
+        where = str(path / "config.json")
+        found = cls(*_read_scheme(where, quantization))
+        try:
+            found.check(config)
+        except UsageError as e:
+            raise CheckpointError(f"{where}: {e}") from None
+        return found
 
-def quantization_config(scheme: Scheme) -> dict[str, Any]:
-    """`quantization_config` for config.json."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": scheme.symmetric,
-        "strategy": "group",
-        "group_size": scheme.group,
-        "dynamic": False,
-        "actorder": None,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": FORMAT,
-        "format": PACKING,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(IGNORE),
-        "kv_cache_scheme": None,
-    }
+    def expected(self, config: ModelConfig, layer: int) -> dict[str, Entry]:
+        expected: dict[str, Entry] = {}
+        for projection in PROJECTIONS:
+            rows, width = matrix_shape(config, projection)
+            keys: dict[str, Entry] = {
+                "packed": (("I32",), (rows, width // 8)),
+                "scale": (FLOATS, (rows, width // self.group)),
+                "shape": (("I64", "I32"), (2,)),
+            }
+            if not self.symmetric:
+                keys["zero_point"] = (("I32",), (rows // 8, width // self.group))
+            for expert in range(config.num_experts):
+                expected |= {tensor_name(layer, expert, projection, key): entry for key, entry in keys.items()}
+        return expected
+
+    def read_layer(self, read: Read, config: ModelConfig, layer: int, where: str) -> PackedExperts:
+        """The same weights bit for bit.
+
+        Raises CheckpointError also when fp16, in which PackedExperts stores scales, does not hold a scale exactly, or
+        `weight_shape` contradicts config.json.
+        """
+        keys = ("packed", "scale", "shape") if self.symmetric else ("packed", "scale", "shape", "zero_point")
+        parts: dict[str, list[_Matrix]] = {projection: [] for projection in PROJECTIONS}
+        for projection, matrices in parts.items():
+            shape = matrix_shape(config, projection)
+            for expert in range(config.num_experts):
+                stored = {key: read(tensor_name(layer, expert, projection, key)) for key in keys}
+                try:
+                    matrices.append(_read_matrix(stored, shape))
+                except ValueError as e:
+                    raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
+        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+        gate_up = [tuple(map(torch.cat, zip(gate, up, strict=True))) for gate, up in pairs]
+        return PackedExperts(
+            *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
+        )
+
+    def write_layer(
+        self, dense: DenseExperts, layer: int, where: str, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        """Unpacked experts rounded on `device` -> stored tensors by canonical name, on the CPU. Raises as `pack`."""
+        tensors: dict[str, torch.Tensor] = {}
+        for expert in range(dense.down.shape[0]):
+            matrices = (*dense.gate_up[expert].chunk(2), dense.down[expert])
+            for projection, matrix in zip(PROJECTIONS, matrices, strict=True):
+                packed = pack(matrix.to(device), self, f"{where}[{expert}].{projection}")
+                tensors |= {tensor_name(layer, expert, projection, key): t.cpu() for key, t in packed.items()}
+        return tensors
+
+    def check(self, config: ModelConfig) -> None:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(config, name) % self.group:
+                raise UsageError(f"groups of {self.group} do not divide {name} {getattr(config, name)}")
+
+    def quantization_config(self) -> dict[str, Any]:
+        weights = {
+            "num_bits": 4, "type": "int", "symmetric": self.symmetric, "strategy": "group", "group_size": self.group,
+            "dynamic": False, "actorder": None,
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": FORMAT, "format": PACKING, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": list(IGNORE), "kv_cache_scheme": None,
+        }  # fmt: skip
 
 
-def read_scheme(where: str, quantization: Mapping[str, Any]) -> Scheme:
-    """The scheme a `quantization_config` describes. Raises CheckpointError naming `where` and the field not read."""
+def _read_scheme(where: str, quantization: Mapping[str, Any]) -> tuple[int, bool]:
+    """Group size and symmetry that a `quantization_config` describes.
+
+    Raises CheckpointError naming `where` and the field that is not read.
+    """
 
     def refuse(field: str, found: object, expected: str) -> CheckpointError:
         return CheckpointError(f"{where}: quantization_config.{field} is {found!r}; Redraft reads {expected}")
@@ -125,7 +188,7 @@ def read_scheme(where: str, quantization: Mapping[str, Any]) -> Scheme:
     size, symmetric = weights.get("group_size"), weights.get("symmetric", True)
     if not isinstance(size, int) or size < 8 or size % 8:
         raise refuse(f"{place}.weights.group_size", size, "multiples of 8")
-    return Scheme(size, bool(symmetric))
+    return size, bool(symmetric)
 
 
 def tensor_name(layer: int, expert: int, projection: str, key: str) -> str:
@@ -139,42 +202,7 @@ def matrix_shape(config: ModelConfig, projection: str) -> tuple[int, int]:
     return (hidden, inner) if projection == "down_proj" else (inner, hidden)
 
 
-def check_fit(config: ModelConfig, scheme: Scheme, where: str) -> None:
-    """Raise UsageError naming `where` unless groups and words divide the experts' dimensions."""
-    for name in ("hidden_size", "moe_intermediate_size"):
-        if getattr(config, name) % scheme.group:
-            raise UsageError(f"{where}: groups of {scheme.group} do not divide {name} {getattr(config, name)}")
-
-
-def expected_experts(config: ModelConfig, scheme: Scheme) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Canonical name -> (dtypes accepted, shape) of every stored expert tensor."""
-    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-    for projection in PROJECTIONS:
-        rows, width = matrix_shape(config, projection)
-        keys: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-            "packed": (("I32",), (rows, width // 8)),
-            "scale": (SCALES, (rows, width // scheme.group)),
-            "shape": (("I64", "I32"), (2,)),
-        }
-        if not scheme.symmetric:
-            keys["zero_point"] = (("I32",), (rows // 8, width // scheme.group))
-        for layer in range(config.num_layers):
-            for expert in range(config.num_experts):
-                for key, entry in keys.items():
-                    expected[tensor_name(layer, expert, projection, key)] = entry
-    return expected
-
-
-def layer_bytes(config: ModelConfig, scheme: Scheme) -> int:
-    """Bytes of one layer's experts as `pack` stores them."""
-    total = 0
-    for rows, width in (matrix_shape(config, projection) for projection in PROJECTIONS):
-        groups = rows * width // scheme.group
-        total += rows * width // 2 + 2 * groups + 16 + (0 if scheme.symmetric else groups // 2)
-    return config.num_experts * total
-
-
-def pack(weight: torch.Tensor, scheme: Scheme, where: str) -> dict[str, torch.Tensor]:
+def pack(weight: torch.Tensor, scheme: CompressedTensors, where: str) -> dict[str, torch.Tensor]:
     """Round one matrix, any float dtype [N, K], to nearest and pack it: {packed, scale, shape[, zero_point]}.
 
     Raises CheckpointError naming `where` when a weight is not finite or too large for the scales.
@@ -207,34 +235,6 @@ def _words(nibbles: torch.Tensor) -> torch.Tensor:
     """uint8 [R, K] of values 0..15 -> int32 [R, K/8]: a word's bytes, lowest first, are pairs of nibbles."""
     packed = pack_nibbles(nibbles)
     return packed.flatten().view(torch.int32).view(packed.shape[0], -1)
-
-
-def read_experts(
-    read: Callable[[str], torch.Tensor], config: ModelConfig, layer: int, symmetric: bool, where: str
-) -> PackedExperts:
-    """One layer's experts, the same weights bit for bit; `read` returns a tensor by canonical name.
-
-    Raises CheckpointError naming `where` and the tensor when fp16, in which PackedExperts stores scales, does not hold
-    a scale exactly, or `weight_shape` contradicts config.json.
-    """
-    parts: dict[str, list[_Matrix]] = {projection: [] for projection in PROJECTIONS}
-    for projection, matrices in parts.items():
-        shape = matrix_shape(config, projection)
-        for expert in range(config.num_experts):
-            stored = {key: read(tensor_name(layer, expert, projection, key)) for key in _keys(symmetric)}
-            try:
-                matrices.append(_read_matrix(stored, shape))
-            except ValueError as e:
-                raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
-    pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
-    gate_up = [tuple(map(torch.cat, zip(gate, up, strict=True))) for gate, up in pairs]
-    return PackedExperts(
-        *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
-    )
-
-
-def _keys(symmetric: bool) -> tuple[str, ...]:
-    return ("packed", "scale", "shape") if symmetric else ("packed", "scale", "shape", "zero_point")
 
 
 def _read_matrix(stored: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> _Matrix:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from itertools import chain
 
-from redraft.config import ModelConfig, QuantSpec
-from redraft.store import dg_w4a16
+from redraft.config import ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -17,8 +16,9 @@ DECODER = "model.decoder."
 ENCODER = "model.encoder.language_model."
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
-_FLOATS = ("BF16", "F16", "F32")
-_PACKED = re.compile(rf"(?:.*\.)?layers\.(\d+)\.experts\.({'|'.join(dg_w4a16.PACKED_NAMES)})")
+PACKED_NAMES = ("gu_q", "gu_s", "gu_z", "dn_q", "dn_s", "dn_z")  # the fields of PackedExperts, in `dg-w4a16-v1`
+FLOATS = ("BF16", "F16", "F32")  # safetensors dtypes in which plain weights are read
+_PACKED = re.compile(rf"(?:.*\.)?layers\.(\d+)\.experts\.({'|'.join(PACKED_NAMES)})")
 _SCALAR = re.compile(r"layers\.\d+\.layer_scalar")
 
 
@@ -33,9 +33,14 @@ def canonical_name(name: str) -> str:
         return f"{DECODER}layers.{int(packed[1])}.experts.{packed[2]}"
     if name in ("lm_head.weight", "model.lm_head.weight"):
         return f"{DECODER}embed_tokens.weight"
-    full = f"model.{name}" if name.startswith(("decoder.", "encoder.")) else name
+    full = full_name(name)
     rest = full.removeprefix(ENCODER)
     return DECODER + rest if rest != full and not _SCALAR.fullmatch(rest) else full
+
+
+def full_name(name: str) -> str:
+    """A name with the leading `model.` that some files and adapters leave out."""
+    return f"model.{name}" if name.startswith(("decoder.", "encoder.")) else name
 
 
 def part_of(name: str) -> str:
@@ -89,14 +94,9 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[str, Shape
 
 
 _LAYER_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-    "post_feedforward_layernorm_1",
-    "pre_feedforward_layernorm_2",
-    "post_feedforward_layernorm_2",
-)
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2",
+)  # fmt: skip
 
 
 def shared_tensors(config: ModelConfig) -> dict[str, tuple[str, Shape]]:
@@ -130,19 +130,7 @@ def packed_name(layer: int, name: str) -> str:
     return f"{DECODER}layers.{layer}.experts.{name}"
 
 
-def expected_tensors(config: ModelConfig, spec: QuantSpec | None) -> dict[str, tuple[tuple[str, ...], Shape]]:
-    """Canonical name -> (dtypes accepted, shape) of the whole text network; experts packed when `spec` is given."""
+def text_tensors(config: ModelConfig) -> dict[str, tuple[tuple[str, ...], Shape]]:
+    """Canonical name -> (dtypes accepted, shape) of the whole text network but the experts."""
     tables = chain([shared_tensors(config)], (layer_tensors(config, i) for i in range(config.num_layers)))
-    expected: dict[str, tuple[tuple[str, ...], Shape]] = {
-        name: (_FLOATS, shape) for table in tables for name, shape in table.values()
-    }
-    e, h, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    for i in range(config.num_layers):
-        if spec is None:
-            gate_up, down = expert_names(i)
-            expected[gate_up] = (_FLOATS, (e, 2 * inner, h))
-            expected[down] = (_FLOATS, (e, h, inner))
-        else:
-            for name, (dtype, shape) in dg_w4a16.packed_shapes(config, spec).items():
-                expected[packed_name(i, name)] = ((dtype,), shape)
-    return expected
+    return {name: (FLOATS, shape) for table in tables for name, shape in table.values()}

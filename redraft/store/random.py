@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,14 @@ from redraft.device import free_memory
 from redraft.errors import RedraftError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
-from redraft.store.dg_w4a16 import packed_shapes
-from redraft.store.names import expected_tensors, layer_tensors, shared_tensors
+from redraft.store.bf16 import Bf16
+from redraft.store.dg_w4a16 import DgW4A16, packed_shapes
+from redraft.store.names import layer_tensors, shared_tensors, text_tensors
+from redraft.store.read import Checkpoint, CheckpointFiles, Progress
+from redraft.store.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from redraft.store.read import Checkpoint, CheckpointFiles
 
 PREFIX = "random:"
 NIBBLE_MEAN = 7.5
@@ -84,40 +84,25 @@ def is_random(model: str | Path) -> bool:
     return str(model).startswith(PREFIX)
 
 
-@dataclass(frozen=True)
-class RandomModel:
-    """A parsed `random:NAME[:SEED]`."""
-
-    name: str
-    seed: int
-
-    @classmethod
-    def parse(cls, model: str | Path) -> RandomModel:
-        """Raises UsageError for a name without a preset."""
-        found = _NAME.fullmatch(str(model))
-        if not found or found[1] not in PRESETS:
-            known = ", ".join(PREFIX + name for name in PRESETS)
-            raise UsageError(
-                f"{model}: no such random model; known are {known}, each also with a seed as in {PREFIX}tiny:7"
-            )
-        return cls(found[1], int(found[2] or 0) % 2**63)
-
-    @property
-    def config(self) -> ModelConfig:
-        return PRESETS[self.name]
+def named(model: str | Path) -> tuple[ModelConfig, int]:
+    """Shapes and seed of `random:NAME[:SEED]`. Raises UsageError for a name without a preset."""
+    found = _NAME.fullmatch(str(model))
+    if not found or found[1] not in PRESETS:
+        known = ", ".join(PREFIX + name for name in PRESETS)
+        raise UsageError(
+            f"{model}: no such random model; known are {known}, each also with a seed as in {PREFIX}tiny:7"
+        )
+    return PRESETS[found[1]], int(found[2] or 0) % 2**63
 
 
 def random_files(model: str | Path) -> CheckpointFiles:
     """The headers that a packed checkpoint of these shapes would have; there is no file behind them."""
-    from redraft.store.read import CheckpointFiles
-    from redraft.store.tensorfile import TensorInfo
-
-    config, spec, path = RandomModel.parse(model).config, QuantSpec(), Path(str(model))
-    text = {
-        name: [TensorInfo(name, path, dtypes[0], shape, 0)]
-        for name, (dtypes, shape) in expected_tensors(config, spec).items()
-    }
-    return CheckpointFiles(path, "dg-w4a16-v1", config, _settings(config), spec, text, {})
+    (config, _), layout, path = named(model), DgW4A16(QuantSpec()), Path(str(model))
+    expected = text_tensors(config)
+    for layer in range(config.num_layers):
+        expected |= layout.expected(config, layer)
+    text = {name: [TensorInfo(name, path, dtypes[0], shape, 0)] for name, (dtypes, shape) in expected.items()}
+    return CheckpointFiles(path, layout, config, _settings(config), text, {})
 
 
 def random_checkpoint(
@@ -126,49 +111,40 @@ def random_checkpoint(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     spec: QuantSpec | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Checkpoint:
-    """Draw a whole network on `device`; the arguments are those of `checkpoint.load_checkpoint`.
+    """Draw a whole network on `device`; the arguments are those of `quant.load.load_checkpoint`.
 
     The same name gives the same weights on the same kind of device. Raises UsageError for an unknown name or group
     sizes that do not fit, RedraftError when the weights exceed the free memory.
     """
-    from redraft.store.read import Checkpoint
-
-    named, spec = RandomModel.parse(model), spec or QuantSpec()
-    config, target = named.config, torch.device(device)
+    (config, seed), spec, target = named(model), spec or QuantSpec(), torch.device(device)
     spec.check(config)
-    dense = weights == "bf16"
-    _check_memory(model, weight_bytes(config, None if dense else spec, dtype), target)
-    draw = _Draw(config, spec, dtype, torch.Generator(target).manual_seed(named.seed))
+    layout = Bf16() if weights == "bf16" else DgW4A16(spec)
+    needed, free = weight_bytes(config, layout.spec, dtype), free_memory(target)
+    if free is not None and needed > free:
+        raise RedraftError(
+            f"{model}: the weights take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {target}; "
+            "use another device, a smaller model or weights w4"
+        )
+    draw = _Draw(config, spec, dtype, torch.Generator(target).manual_seed(seed))
     layers = []
     for i in range(config.num_layers):
-        layers.append(draw.layer(i, dense))
+        layers.append(draw.layer(i, layout.spec is None))
         if progress is not None:
             progress(i + 1, config.num_layers)
-    return Checkpoint(
-        path=Path(str(model)),
-        format="bf16" if dense else "dg-w4a16-v1",
-        config=config,
-        settings=_settings(config),
-        weights=draw.shared(layers),
-        spec=None if dense else spec,
-        notes=["the weights are random: timings and memory are real, answers are noise"],
-    )
+    notes = ["the weights are random: timings and memory are real, answers are noise"]
+    network = draw.shared(layers)
+    return Checkpoint(Path(str(model)), layout.name, config, _settings(config), network, layout.spec, notes)
 
 
 def weight_bytes(config: ModelConfig, spec: QuantSpec | None, dtype: torch.dtype) -> int:
     """Bytes of all weights in memory: experts packed with `spec`, or like everything else in `dtype`."""
-    plain = packed = 0
-    for dtypes, shape in expected_tensors(config, spec).values():
-        size = math.prod(shape)
-        if dtypes == ("U8",):
-            packed += size
-        elif dtypes == ("F16",):
-            packed += 2 * size
-        else:
-            plain += size
-    return plain * dtype.itemsize + packed
+    plain = sum(math.prod(shape) for _, shape in text_tensors(config).values())
+    if spec is not None:
+        return plain * dtype.itemsize + config.num_layers * DgW4A16(spec).layer_bytes(config)
+    experts = sum(math.prod(shape) for _, shape in Bf16().expected(config, 0).values())
+    return (plain + config.num_layers * experts) * dtype.itemsize
 
 
 def _settings(config: ModelConfig) -> DecodeSettings:
@@ -180,29 +156,25 @@ class _Draw:
 
     def __init__(self, config: ModelConfig, spec: QuantSpec, dtype: torch.dtype, generator: torch.Generator):
         self.config, self.spec, self.dtype, self.generator = config, spec, dtype, generator
-        self.device = generator.device
 
     def layer(self, index: int, dense: bool) -> LayerWeights:
-        plain: dict[str, torch.Tensor | None] = {"v_proj": None}
-        for key, (_, shape) in layer_tensors(self.config, index).items():
-            plain[key] = self._matrix(shape) if len(shape) > 1 else self._vector(key, shape)
+        plain = {"v_proj": None, **self._plain(layer_tensors(self.config, index))}
         packed = draw_experts(self.config, self.spec, self.generator)
         return LayerWeights(**plain, experts=unpack_experts(packed, self.dtype) if dense else packed)  # type: ignore[arg-type]
 
     def shared(self, layers: list[LayerWeights]) -> Weights:
-        tensors = {
-            key: self._matrix(shape) if len(shape) > 1 else self._vector(key, shape)
-            for key, (_, shape) in shared_tensors(self.config).items()
-        }
+        tensors = self._plain(shared_tensors(self.config))
         return Weights(tensors.pop("embed"), layers, tensors.pop("norm"), SelfConditioningWeights(**tensors))
 
-    def _matrix(self, shape: tuple[int, ...]) -> torch.Tensor:
-        noise = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-        return noise.mul_(shape[-1] ** -0.5)
+    def _plain(self, table: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+        return {key: self._tensor(key, shape) for key, (_, shape) in table.items()}
 
-    def _vector(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _tensor(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, device=self.generator.device, dtype=self.dtype)
+        if len(shape) > 1:
+            return tensor.normal_(generator=self.generator).mul_(shape[-1] ** -0.5)
         values = {"q_norm": shape[0] ** -0.25, "k_norm": shape[0] ** -0.25, "post_attention_layernorm": 0.1}
-        return torch.full(shape, values.get(key, 1.0), device=self.device, dtype=self.dtype)
+        return tensor.fill_(values.get(key, 1.0))
 
 
 def draw_experts(config: ModelConfig, spec: QuantSpec, generator: torch.Generator) -> PackedExperts:
@@ -242,15 +214,6 @@ def _around(shape: tuple[int, ...], middle: float, spread: float, generator: tor
     """fp16, uniform within `spread` (relative) of `middle`."""
     noise = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return noise.mul_(2 * spread).add_(1 - spread).mul_(middle).half()
-
-
-def _check_memory(model: str | Path, needed: int, device: torch.device) -> None:
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise RedraftError(
-            f"{model}: the weights take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}; "
-            "use another device, a smaller model or weights w4"
-        )
 
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>")  # ids 0 to 4; the bytes follow

@@ -1,109 +1,33 @@
-"""Find, check and read checkpoints: BF16 directories, and packed ones in `dg-w4a16-v1` or compressed-tensors.
+"""Read and check checkpoint directories of every format in FORMATS.
 
-Everything that can be known from names and headers is checked before a byte of weights is read. Weights are then read
-layer by layer into memory of their own. Pickled files are never opened.
+Everything that can be known from names and headers is checked before a byte of weights is read. Pickled files are
+never opened.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
-from redraft.config import (
-    WEIGHT_FORMATS,
-    DecodeSettings,
-    ModelConfig,
-    QuantSpec,
-    WeightFormat,
-    check_choice,
-    read_json,
-)
-from redraft.errors import CheckpointError, UsageError
-from redraft.network.weights import (
-    DenseExperts,
-    LayerWeights,
-    PackedExperts,
-    SelfConditioningWeights,
-    Weights,
-    iter_tensors,
-)
-from redraft.quant.rtn import quantize_experts
-from redraft.store import compressed_tensors, dg_w4a16
-from redraft.store.names import (
-    DECODER,
-    ENCODER,
-    VISION,
-    canonical_name,
-    expected_tensors,
-    expert_names,
-    layer_tensors,
-    packed_layer,
-    packed_name,
-    part_of,
-    shared_tensors,
-)
-from redraft.store.random import is_random, random_checkpoint
-from redraft.store.tensorfile import TensorInfo, file_sha256, holds_bytes_of, read_header, read_tensor, tensor_sha256
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from redraft.config import DecodeSettings, ModelConfig, QuantSpec, read_json
+from redraft.errors import CheckpointError
+from redraft.network.weights import DenseExperts, PackedExperts, Weights
+from redraft.store.bf16 import Bf16
+from redraft.store.compressed_tensors import CompressedTensors
+from redraft.store.dg_w4a16 import DgW4A16
+from redraft.store.format import Format
+from redraft.store.manifest import check_manifest
+from redraft.store.names import DECODER, ENCODER, VISION, canonical_name, expert_names, part_of, text_tensors
+from redraft.store.tensorfile import TensorInfo, holds_bytes_of, read_header, read_tensor
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
-StoredFormat = Literal["bf16", "dg-w4a16-v1", "compressed-tensors"]
 
-DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, DgW4A16, Bf16)  # the first that knows a directory reads it
 INDEX = "model.safetensors.index.json"
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def find_checkpoint(model: str | Path) -> Path:
-    """The local directory of a model: a directory, "demo" (the bundled model), or a hub id, downloaded when needed.
-
-    Raises CheckpointError when it is none of these or cannot be downloaded.
-    """
-    if model == "demo":
-        if not DEMO.is_dir():
-            raise CheckpointError(
-                f"{DEMO}: the bundled checkpoint is missing from this installation; reinstall Redraft"
-            )
-        return DEMO
-    if is_random(model):
-        raise CheckpointError(f"{model}: random weights live in memory and have no files; give a stored checkpoint")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path}: is a file, expected a checkpoint directory; name the directory that holds it")
-    if isinstance(model, str) and _HUB_ID.fullmatch(model) and not model.startswith("."):
-        return _download(model)
-    raise CheckpointError(
-        f"{model}: no such directory; give a checkpoint directory, a hub id such as org/name, or demo"
-    )
-
-
-def published_label(model: str | Path, path: Path) -> str:
-    """What written files call the model found at `path`: a hub id or the directory's name, no path of this machine."""
-    return path.resolve().name if Path(model).expanduser().is_dir() else str(model)
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except Exception as e:  # the hub client raises its own, httpx's and plain OS errors
-        reason = next((line for line in str(e).splitlines() if line.strip()), "no reason given").strip()
-        raise CheckpointError(
-            f"{hub_id}: no such directory here, and the hub download failed ({type(e).__name__}: {reason}); check the "
-            "name, the network and your access rights, or download it elsewhere and give the directory"
-        ) from e
 
 
 @dataclass(frozen=True)
@@ -115,13 +39,31 @@ class CheckpointFiles:
     """
 
     path: Path
-    format: StoredFormat
+    layout: Format
     config: ModelConfig
     settings: DecodeSettings
-    spec: QuantSpec | None  # group sizes of a packed checkpoint
     text: dict[str, list[TensorInfo]]
     extras: dict[str, TensorInfo]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def format(self) -> str:
+        return self.layout.name
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """Group sizes of a packed checkpoint."""
+        return self.layout.spec
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Everything stored, by canonical name: a tied tensor once."""
+        return {**{name: places[0] for name, places in self.text.items()}, **self.extras}
+
+    @property
+    def kept(self) -> dict[str, TensorInfo]:
+        """Of `tensors` those that no format packs."""
+        return {name: info for name, info in self.tensors.items() if part_of(name) != "experts"}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor by canonical name, on the CPU, dtype as stored.
@@ -137,6 +79,15 @@ class CheckpointFiles:
                 raise CheckpointError(f"{other} differs from {first.name}, to which the network ties it")
         return tensor
 
+    def read_experts(self, layer: int) -> DenseExperts | PackedExperts:
+        """A layer's experts as they are stored, on the CPU. Raises CheckpointError."""
+        return self.layout.read_layer(self.read, self.config, layer, str(self.path))
+
+    def experts_place(self, layer: int) -> str:
+        """File and common name of a layer's unpacked experts, for error messages."""
+        gate_up, _ = expert_names(layer)
+        return f"{self.text[gate_up][0].file}: tensor {gate_up.removesuffix('.gate_up_proj')}"
+
 
 def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     """Read configuration and headers of a local directory and check them against each other.
@@ -146,84 +97,39 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     """
     raw = read_json(path / "config.json")
     config = ModelConfig.from_dict(raw, str(path / "config.json"))
-    quantization = _read_quantization(path, raw)
-    described = _packing_described(path, quantization)
-    scheme = _read_scheme(path, quantization, config)
-    infos = [info for file in _weight_files(path, bool(described)) for info in read_header(file)]
-    fenced = {dg_w4a16.FENCE} if described else set()
-    text, extras = _sort_tensors([info for info in infos if info.numel or info.name not in fenced])
-    spec = _spec_of(path, described, config, text) if described else None
-    expected = expected_tensors(config, spec)
-    if scheme is not None:
-        spec = scheme.spec
-        plain = {name: entry for name, entry in expected.items() if part_of(name) != "experts"}
-        expected = plain | compressed_tensors.expected_experts(config, scheme)
-    _check_tensors(path, expected, text)
+    layout = _layout(path, raw, config)
+    infos = [info for file in _weight_files(path, layout) for info in read_header(file)]
+    fence = layout.fence[1] if layout.fence else None
+    text, extras = _sort_tensors([info for info in infos if info.numel or info.name != fence])
+    layout = layout.settled(path, config, text)
+    _check_tensors(path, layout, config, text)
     settings, notes = _settings(path)
-    files = CheckpointFiles(
-        path=path,
-        format="compressed-tensors" if scheme else "dg-w4a16-v1" if described else "bf16",
-        config=config,
-        settings=settings,
-        spec=spec,
-        text=text,
-        extras=extras,
-        notes=_notes(extras) + notes,
-    )
-    _check_manifest(files, infos, verify)
-    return files
+    check_manifest(path, infos, layout.spec is not None, verify)
+    return CheckpointFiles(path, layout, config, settings, text, extras, _notes(extras) + notes)
 
 
-def _read_quantization(path: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
-    """`quantization_config` of a configuration, if there is one. Methods that are not read are refused."""
-    found = raw.get("quantization_config")
-    if not found:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    if method not in (dg_w4a16.FORMAT, compressed_tensors.FORMAT):
-        raise CheckpointError(
-            f"{path / 'config.json'}: quantised with {method!r}, which Redraft does not read; start from the BF16 "
-            f"checkpoint or one in {dg_w4a16.FORMAT} or {compressed_tensors.FORMAT}"
-        )
-    return dict(found)
+def _layout(path: Path, raw: dict[str, Any], config: ModelConfig) -> Format:
+    """The format of a directory. Methods of quantisation that are not read are refused."""
+    quantization = raw.get("quantization_config") or None
+    if quantization is not None:
+        methods = [form.name for form in FORMATS if form is not Bf16]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method not in methods:
+            raise CheckpointError(
+                f"{path / 'config.json'}: quantised with {method!r}, which Redraft does not read; start from the BF16 "
+                f"checkpoint or one in {' or '.join(methods)}"
+            )
+    return next(found for form in FORMATS if (found := form.describe(path, quantization, config)) is not None)
 
 
-def _packing_described(path: Path, quantization: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """What describes packed experts, by file name; empty when they are not packed in `dg-w4a16-v1`.
-
-    That is w4_meta.json, config.json, or both: `save_pretrained` of transformers writes the latter only.
-    """
-    described = {}
-    if quantization is not None and quantization["quant_method"] == dg_w4a16.FORMAT:
-        described["config.json"] = quantization
-    if (path / dg_w4a16.META).exists() or (not described and any(path.glob(dg_w4a16.EXPERT_FILES))):
-        described[dg_w4a16.META] = dg_w4a16.read_meta(path)
-    return described
-
-
-def _read_scheme(
-    path: Path, quantization: dict[str, Any] | None, config: ModelConfig
-) -> compressed_tensors.Scheme | None:
-    """How a compressed-tensors checkpoint is packed; None for others."""
-    if quantization is None or quantization["quant_method"] != compressed_tensors.FORMAT:
-        return None
-    where = str(path / "config.json")
-    scheme = compressed_tensors.read_scheme(where, quantization)
-    try:
-        compressed_tensors.check_fit(config, scheme, where)
-    except UsageError as e:
-        raise CheckpointError(str(e)) from None
-    return scheme
-
-
-def _weight_files(path: Path, packed: bool) -> list[Path]:
-    experts = sorted(path.glob(dg_w4a16.EXPERT_FILES)) if packed else []
+def _weight_files(path: Path, layout: Format) -> list[Path]:
+    experts = layout.expert_files(path)
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors", *experts]
     if (path / INDEX).is_file():
         return list(dict.fromkeys([*_indexed_files(path), *experts]))
     loose = sorted(path.glob("model*.safetensors"))
-    if loose and packed:
+    if loose and experts:
         return [*loose, *experts]
     if loose:
         raise CheckpointError(
@@ -274,31 +180,14 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
     return text, extras
 
 
-def _spec_of(
-    path: Path, described: dict[str, dict[str, Any]], config: ModelConfig, text: dict[str, list[TensorInfo]]
-) -> QuantSpec:
-    shapes = []
-    for name in (packed_name(0, "gu_s"), packed_name(0, "dn_s")):
-        if name not in text:
-            raise CheckpointError(f"{_expert_place(path, 0)}: tensor {name} is missing")
-        shapes.append(text[name][0].shape)
-    return dg_w4a16.infer_spec(path, described, config, *shapes)
-
-
-def _expert_place(path: Path, layer: int) -> Path:
-    """Where a layer's packed experts should be: a file of their own, unless transformers wrote the directory."""
-    return path / dg_w4a16.expert_file(layer) if any(path.glob(dg_w4a16.EXPERT_FILES)) else path
-
-
-def _check_tensors(
-    path: Path, expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]], text: dict[str, list[TensorInfo]]
-) -> None:
+def _check_tensors(path: Path, layout: Format, config: ModelConfig, text: dict[str, list[TensorInfo]]) -> None:
+    expected = text_tensors(config)
+    for layer in range(config.num_layers):
+        expected |= layout.expected(config, layer)
     missing = [name for name in expected if name not in text]
     if missing:
-        layer = packed_layer(missing[0])
-        place = path if layer is None else _expert_place(path, layer)
         more = f" ({len(missing) - 1} more are missing too)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{place}: tensor {missing[0]} is missing{more}")
+        raise CheckpointError(f"{layout.place(path, missing[0])}: tensor {missing[0]} is missing{more}")
     for name, places in text.items():
         if name not in expected:
             raise CheckpointError(f"{places[0]} belongs to no layer of the network that config.json describes")
@@ -330,170 +219,14 @@ def _notes(extras: dict[str, TensorInfo]) -> list[str]:
     return notes
 
 
-def _check_manifest(files: CheckpointFiles, infos: list[TensorInfo], verify: bool) -> None:
-    """Compare with manifest.json, if there is one: sizes, dtypes and shapes always, hashes when `verify` is set."""
-    manifest_file = files.path / dg_w4a16.MANIFEST
-    if not manifest_file.exists() or (files.format == "bf16" and not verify):
-        if verify:
-            raise CheckpointError(f"{manifest_file}: file is missing, so there are no hashes to verify against")
-        return
-    manifest = read_json(manifest_file)
-    try:
-        _check_manifest_headers(files.path, manifest, infos)
-        if verify:
-            _check_manifest_hashes(files, manifest, infos)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{manifest_file}: malformed ({type(e).__name__}: {e})") from None
-
-
-def _check_manifest_headers(path: Path, manifest: dict[str, Any], infos: list[TensorInfo]) -> None:
-    for name, entry in manifest["files"].items():
-        # Only the weights: a tokenizer or generation_config.json edited by its owner is no reason to refuse.
-        if not name.endswith(".safetensors"):
-            continue
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path / name}: has {size} bytes, {dg_w4a16.MANIFEST} recorded {entry['bytes']}")
-    recorded = manifest["tensors"]
-    for info in infos:
-        entry = recorded.get(info.name)
-        found = {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape)}
-        if entry is None or {key: entry[key] for key in found} != found:
-            raise CheckpointError(
-                f"{info} differs from what {dg_w4a16.MANIFEST} recorded for it: {found} against {entry}"
-            )
-    absent = set(recorded) - {info.name for info in infos}
-    if absent:
-        raise CheckpointError(f"{path / recorded[min(absent)]['file']}: tensor {min(absent)} is missing")
-
-
-def _check_manifest_hashes(files: CheckpointFiles, manifest: dict[str, Any], infos: list[TensorInfo]) -> None:
-    for name, entry in manifest["files"].items():
-        file = files.path / name
-        if "sha256" in entry and (not file.is_file() or file_sha256(file) != entry["sha256"]):
-            raise CheckpointError(f"{file}: changed, damaged or missing: its sha256 is not {dg_w4a16.MANIFEST}'s")
-    for info in infos:
-        digest = tensor_sha256(read_tensor(info))
-        if digest != manifest["tensors"][info.name]["sha256"]:
-            raise CheckpointError(f"{info} has another sha256 than {dg_w4a16.MANIFEST} recorded; the file is damaged")
-
-
 @dataclass
 class Checkpoint:
     """A loaded checkpoint. `format` and `spec` describe the files and the packed experts; `notes` what was left out."""
 
     path: Path
-    format: StoredFormat
+    format: str
     config: ModelConfig
     settings: DecodeSettings
     weights: Weights
     spec: QuantSpec | None  # group sizes of the experts in `weights`; None when they are not packed
     notes: list[str]
-
-
-def load_checkpoint(
-    model: str | Path,
-    weights: WeightFormat | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    spec: QuantSpec | None = None,
-    progress: Progress | None = None,
-    *,
-    verify: bool = False,
-) -> Checkpoint:
-    """Load a model for `find_checkpoint`'s argument, or draw one (`random:NAME`).
-
-    weights "w4" (also None) gives packed experts, quantising a BF16 checkpoint layer by layer on `device` with `spec`
-    (None: the published group sizes); "bf16" gives plain experts. Everything but packed experts is cast to `dtype`.
-    At no time does more than one layer of unpacked experts exist beside the result. `progress` is called after every
-    layer. Raises CheckpointError naming file and tensor, UsageError for settings that do not fit the model.
-    """
-    check_choice("weights", weights or "w4", WEIGHT_FORMATS)
-    if is_random(model):
-        return random_checkpoint(model, weights, dtype, device, spec, progress)
-    files = open_checkpoint(find_checkpoint(model), verify)
-    spec = _choose_spec(files, weights or "w4", spec)
-    config = files.config
-    target = torch.device(device)
-    layers = []
-    for i in range(config.num_layers):
-        layers.append(_read_layer(files, i, spec, dtype, target))
-        if progress is not None:
-            progress(i + 1, config.num_layers)
-    shared = {key: files.read(name).to(target, dtype) for key, (name, _) in shared_tensors(config).items()}
-    return Checkpoint(
-        path=files.path,
-        format=files.format,
-        config=config,
-        settings=files.settings,
-        weights=Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared)),
-        spec=spec,
-        notes=files.notes,
-    )
-
-
-def _choose_spec(files: CheckpointFiles, weights: WeightFormat, wanted: QuantSpec | None) -> QuantSpec | None:
-    """Group sizes of the experts to be loaded; None for plain ones."""
-    if files.spec is not None:
-        if weights == "bf16":
-            raise CheckpointError(
-                f"{files.path}: holds 4-bit experts only, BF16 ones cannot be recovered; load it with weights='w4' or "
-                "give the BF16 checkpoint it was made from"
-            )
-        if wanted is not None and wanted != files.spec:
-            raise UsageError(
-                f"{files.path}: packed with {files.spec}, not {wanted}; quantise the BF16 checkpoint again"
-            )
-        return files.spec
-    if weights == "bf16":
-        return None
-    spec = wanted or QuantSpec()
-    spec.check(files.config)
-    return spec
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer and chat template of a checkpoint directory. Raises CheckpointError; never runs code from it."""
-    from transformers import AutoTokenizer
-
-    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer.model").is_file():
-        raise CheckpointError(
-            f"{path / 'tokenizer.json'}: file is missing; copy the tokenizer files of the original here"
-        )
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # the tokenizers library raises bare Exceptions
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({e})") from e
-    return tokenizer
-
-
-def _read_layer(
-    files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
-) -> LayerWeights:
-    plain: dict[str, torch.Tensor | None] = {"v_proj": None}
-    for key, (name, _) in layer_tensors(files.config, index).items():
-        plain[key] = files.read(name).to(device, dtype)
-    return LayerWeights(**plain, experts=read_experts(files, index, spec, dtype, device))  # type: ignore[arg-type]
-
-
-def read_experts(
-    files: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
-) -> DenseExperts | PackedExperts:
-    """A layer's experts on `device`: as they are packed, else packed in groups of `spec`, or plain ones in `dtype`."""
-    if files.format == "compressed-tensors":
-        symmetric = compressed_tensors.tensor_name(index, 0, "gate_proj", "zero_point") not in files.text
-        packed = compressed_tensors.read_experts(files.read, files.config, index, symmetric, str(files.path))
-        return PackedExperts(*(tensor.to(device) for _, tensor in iter_tensors(packed)))
-    if files.spec is not None:
-        return PackedExperts(*(files.read(packed_name(index, name)).to(device) for name in dg_w4a16.PACKED_NAMES))
-    names = expert_names(index)
-    if spec is None:
-        return DenseExperts(*(files.read(name).to(device, dtype) for name in names))
-    gate_up, down = map(files.read, names)
-    return quantize_experts(gate_up, down, spec, where=expert_place(files, index), device=device)
-
-
-def expert_place(files: CheckpointFiles, layer: int) -> str:
-    """File and common name of a layer's unpacked experts, for error messages."""
-    gate_up, _ = expert_names(layer)
-    return f"{files.text[gate_up][0].file}: tensor {gate_up.removesuffix('.gate_up_proj')}"

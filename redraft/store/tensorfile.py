@@ -19,24 +19,12 @@ import torch
 
 from redraft.errors import CheckpointError
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "I16": torch.int16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
+}  # fmt: skip
 _HEADER_LIMIT = 100_000_000  # bytes, safetensors' own
 _CHUNK = 16 << 20
 
@@ -57,7 +45,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * _DTYPES[self.dtype].itemsize
+        return self.numel * DTYPES[self.dtype].itemsize
 
     @property
     def end(self) -> int:
@@ -89,7 +77,7 @@ def read_header(file: Path) -> list[TensorInfo]:
 
 def _info(name: str, file: Path, entry: dict[str, Any], data: int) -> TensorInfo:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name} has dtype {dtype}, which Redraft does not know")
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has shape {shape} and offsets {begin}, {end}")
@@ -127,7 +115,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
                 rest = rest[count:]
     except OSError as e:
         raise CheckpointError(f"{info} cannot be read ({e})") from None
-    return data.view(_DTYPES[info.dtype]).reshape(info.shape)
+    return data.view(DTYPES[info.dtype]).reshape(info.shape)
 
 
 def holds_bytes_of(info: TensorInfo, tensor: torch.Tensor) -> bool:

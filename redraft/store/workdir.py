@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 
 from redraft.config import read_json
 from redraft.errors import CheckpointError, UsageError
+from redraft.files import write_text
 from redraft.store.tensorfile import file_sha256
 
 PROGRESS = "progress.json"
 LOCK = "lock"
-_OWN = (PROGRESS, f"{PROGRESS}.new", LOCK)
 
 
 def partial_path(dst: str | Path) -> Path:
@@ -87,14 +87,14 @@ class WorkDir:
         """Entries that are neither recorded nor this class's own."""
         if not self.path.is_dir():
             return []
-        return sorted(p for p in self.path.iterdir() if p.name not in self.records and p.name not in _OWN)
+        return sorted(p for p in self.path.iterdir() if p.name not in self.records and p.name not in (PROGRESS, LOCK))
 
     def resume(self, fingerprint: str, files: set[str]) -> None:
         """Keep those of `files` that an earlier run with the same fingerprint finished, and remove all else."""
         self._fingerprint = fingerprint
         if (self.path / PROGRESS).exists():
             self.records = self._usable_records(files)
-        elif strangers := self._strangers():
+        elif strangers := [p for p in self._strangers() if not p.name.startswith(f".{PROGRESS}.")]:  # cut short itself
             raise CheckpointError(f"{strangers[0]}: not written by Redraft; move {self.path.name} out of the way")
         with self.writing():
             for entry in self._strangers():
@@ -127,8 +127,7 @@ class WorkDir:
 
     def _save(self) -> None:
         content = {"fingerprint": self._fingerprint, "files": self.records}
-        write_json(self.path / f"{PROGRESS}.new", content)
-        (self.path / f"{PROGRESS}.new").replace(self.path / PROGRESS)
+        write_text(self.path / PROGRESS, json_text(content))
 
     def check_space(self) -> None:
         """Raise CheckpointError when the disk cannot hold what is still to be written."""
@@ -174,13 +173,9 @@ class WorkDir:
                 (self.target / name).unlink()
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file and wait until it has reached the disk."""
-    with path.open("w", encoding="utf-8") as f:
-        json.dump(content, f, indent=1, allow_nan=False)
-        f.write("\n")
-        f.flush()
-        os.fsync(f.fileno())
+def json_text(content: Any) -> str:
+    """The text of a JSON file."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def _sync_dir(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.errors import UsageError
-from redraft.store.dg_w4a16 import MANIFEST
+from redraft.files import write_text
+from redraft.store.format import Format, shard_name
+from redraft.store.manifest import MANIFEST
 from redraft.store.read import INDEX, CheckpointFiles, Progress
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
-from redraft.store.workdir import WorkDir, restore_replaced, write_json
+from redraft.store.workdir import WorkDir, json_text, restore_replaced
 from redraft.version import __version__
 
 Facts = dict[str, Any]
@@ -48,6 +51,23 @@ class Part:
     make: Callable[[], Made]
 
 
+def plan(source: CheckpointFiles, layout: Format, make_layer: Callable[[int], Made]) -> list[Part]:
+    """The source with experts in another format: those of every layer as made, the rest in shards, and the fence."""
+    config, kept = source.config, shards(source.kept)
+    names, size = layout.file_names(config.num_layers, len(kept)), layout.layer_bytes(config)
+    parts = [Part(names[layer], size, partial(make_layer, layer)) for layer in range(config.num_layers)]
+    parts += [copy_part(source, *rest) for rest in zip(names[config.num_layers :], kept, strict=True)]
+    if layout.fence is not None:
+        file, name = layout.fence
+        parts.append(Part(file, 0, lambda: ({name: torch.empty(0, dtype=torch.uint8)}, {})))
+    return parts
+
+
+def shard_names(count: int) -> list[str]:
+    """Names of the files of a checkpoint whose weights lie in shards."""
+    return [SINGLE] if count == 1 else [shard_name(i, count) for i in range(1, count + 1)]
+
+
 def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
     """Split into what files of at most SHARD_BYTES hold, in the given order."""
     files: list[dict[str, TensorInfo]] = [{}]
@@ -61,16 +81,15 @@ def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
     return files
 
 
-def shard_name(number: int, count: int) -> str:
-    """transformers' name of the file `number` of `count`, counted from 1, which an index lists."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def copy_part(source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo]) -> Part:
-    """A part that holds tensors of the source, by canonical name, as they are."""
-    return Part(
-        file, sum(info.nbytes for info in infos.values()), lambda: ({name: source.read(name) for name in infos}, {})
-    )
+def copy_part(
+    source: CheckpointFiles,
+    file: str,
+    infos: Mapping[str, TensorInfo],
+    change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+) -> Part:
+    """A part that holds tensors of the source, by canonical name, as they are or as `change` makes them."""
+    size = sum(info.nbytes for info in infos.values())
+    return Part(file, size, lambda: ({name: change(name, source.read(name)) for name in infos}, {}))
 
 
 def write_checkpoint(
@@ -78,8 +97,8 @@ def write_checkpoint(
     target: Path,
     parts: Sequence[Part],
     identity: object,
-    *,
     describe: Callable[[list[Facts]], Mapping[str, Any]] = lambda facts: {},
+    *,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Facts]:
@@ -169,12 +188,9 @@ def _write_side_files(work: WorkDir, source: CheckpointFiles, described: Mapping
         weight_map = {name: entry["file"] for name, entry in tensors.items()}
         written[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, content in written.items():
-        if isinstance(content, str):
-            (work.path / name).write_text(content, encoding="utf-8")
-        else:
-            write_json(work.path / name, content)
+        write_text(work.path / name, content if isinstance(content, str) else json_text(content))
     files: dict[str, Facts] = {file: {"bytes": record["bytes"]} for file, record in records}
     for name in sorted(copied | written.keys()):
         path = work.path / name
         files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    write_json(work.path / MANIFEST, {"files": files, "tensors": tensors})
+    write_text(work.path / MANIFEST, json_text({"files": files, "tensors": tensors}))

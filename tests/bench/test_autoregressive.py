@@ -12,7 +12,8 @@ from redraft.engine.graphs import GraphRunner
 from redraft.network.arena import KVArena, SlotArena
 from redraft.network.fused import Buffers, FusedModel
 from redraft.network.model import Model
-from redraft.store.read import Checkpoint, load_checkpoint
+from redraft.quant.load import load_checkpoint
+from redraft.store.read import Checkpoint
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

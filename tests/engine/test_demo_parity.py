@@ -8,7 +8,7 @@ from parity import Case, assert_same
 
 import redraft
 from redraft.evaluate.demo import TASKS
-from redraft.store.read import find_checkpoint
+from redraft.store.open import find_checkpoint
 
 SETTINGS = {
     "entropy_bound": 0.1,

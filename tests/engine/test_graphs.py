@@ -20,7 +20,7 @@ from redraft.engine.events import Committed, Draft, Result
 from redraft.engine.graphs import GraphRunner, PassGraph, planned_bytes, widths
 from redraft.engine.loop import Loop, Request
 from redraft.network.fused import FusedModel
-from redraft.store.read import load_checkpoint
+from redraft.quant.load import load_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7], [9] * 20]

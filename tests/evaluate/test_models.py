@@ -16,10 +16,11 @@ from redraft.engine.events import Result
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.generate import TransformersEngine, generate_options
-from redraft.evaluate.models import Models, checkpoint_files, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, needed_bytes, stored_packed
 from redraft.evaluate.run import Side
 from redraft.hf.experts import W4Experts
-from redraft.quant.export import export_compressed_tensors
+from redraft.quant.quantize import export_compressed_tensors
+from redraft.store.open import open_model
 from redraft.store.random import PRESETS, weight_bytes
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ TINY = "random:tiny"
 
 def models_of(text: str, model: str = TINY, in_place: bool = False, on: torch.device = CPU) -> tuple[Models, list[Arm]]:
     arms = parse_arms(text, model)
-    files = {arm.model: checkpoint_files(arm.model) for arm in arms}
+    files = {arm.model: open_model(arm.model) for arm in arms}
     arms = [arm.resolved(stored_packed(files[arm.model])) for arm in arms]
     return Models(files, on, default_dtype(on), in_place), arms
 
@@ -176,7 +177,7 @@ def test_checkpoints_of_either_packed_format_as_they_are_stored(tmp_path: Path) 
 
 
 def test_needed_memory_counts_shared_tensors_once() -> None:
-    files, config = {TINY: checkpoint_files(TINY)}, PRESETS["tiny"]
+    files, config = {TINY: open_model(TINY)}, PRESETS["tiny"]
 
     def needed(text: str) -> int:
         return needed_bytes(parse_arms(text, TINY), files, torch.bfloat16)

@@ -33,9 +33,11 @@ from redraft.hf.layers import obstacle
 from redraft.kernels.experts import run_experts
 from redraft.kernels.experts_layout import repack, unpack_layer
 from redraft.network.weights import iter_tensors
+from redraft.quant.load import load_checkpoint
 from redraft.quant.rtn import quantize_experts
-from redraft.store.dg_w4a16 import FENCE, PACKED_NAMES
-from redraft.store.read import find_checkpoint, load_checkpoint, load_tokenizer
+from redraft.store.dg_w4a16 import FENCE
+from redraft.store.names import PACKED_NAMES
+from redraft.store.open import find_checkpoint, load_tokenizer
 
 SPEC = QuantSpec(16, 8)  # groups that divide the tiny model's shapes
 LOSSLESS = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
@@ -211,13 +213,6 @@ def test_a_cache_can_be_handed_on(pair):
 
 
 # Bits
-
-
-@pytest.fixture(scope="module")
-def packed_dir(tiny_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("packed") / "w4"
-    redraft.quantize(tiny_dir, path, SPEC)
-    return path
 
 
 def test_every_way_of_packing_gives_the_same_bits(pair, tiny_dir, packed_dir, tmp_path):

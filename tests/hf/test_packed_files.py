@@ -19,18 +19,12 @@ from redraft.cli import main
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.network.weights import iter_tensors
-from redraft.quant.export import export_compressed_tensors
-from redraft.store.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, quantization_config
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.quant.load import load_checkpoint
+from redraft.quant.quantize import export_compressed_tensors
+from redraft.store.dg_w4a16 import FENCE, FENCE_FILE, FORMAT, DgW4A16
+from redraft.store.read import open_checkpoint
 
 SPEC = QuantSpec(16, 8)
-
-
-@pytest.fixture(scope="module")
-def packed_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("packed") / "w4"
-    redraft.quantize(tiny_dir, path, SPEC)
-    return path
 
 
 @pytest.fixture
@@ -99,14 +93,14 @@ print([str(w.message) for w in caught if "Redraft" in str(w.message)])
         assert "packed checkpoints cannot be loaded: Redraft does not fit this transformers" in result.stdout
 
     def test_configuration_is_what_quantize_writes(self):
-        assert redraft.W4Config(16, 8).to_dict() == quantization_config(SPEC)
+        assert redraft.W4Config(16, 8).to_dict() == DgW4A16(SPEC).quantization_config()
 
 
 class TestOursInTransformers:
     def test_auto_class(self, packed_dir: Path):
         model = AutoModelForMultimodalLM.from_pretrained(packed_dir)
         assert isinstance(model, DiffusionGemmaForBlockDiffusion)
-        assert model.config.quantization_config.to_dict() == quantization_config(SPEC)
+        assert model.config.quantization_config.to_dict() == DgW4A16(SPEC).quantization_config()
 
     def test_hub_id(self, packed_dir: Path, tmp_path: Path):
         """From the hub's cache with no more files in it than transformers asks for."""

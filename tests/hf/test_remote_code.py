@@ -24,7 +24,8 @@ from redraft.cli import main
 from redraft.config import TIERS, QuantSpec
 from redraft.errors import CheckpointError
 from redraft.network.weights import iter_tensors
-from redraft.quant.export import export_compressed_tensors
+from redraft.quant.load import load_checkpoint
+from redraft.quant.quantize import export_compressed_tensors
 from redraft.quant.remote_code import (
     COMPANION,
     ENTRY,
@@ -36,7 +37,7 @@ from redraft.quant.remote_code import (
     needed_modules,
     rewritten,
 )
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.store.read import open_checkpoint
 
 SPEC = QuantSpec(16, 8)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -196,11 +197,11 @@ def f():
         '"""from redraft.store.names import x"""',
         "from typing import TYPE_CHECKING",
         "",
-        "from . import redraft_quant_dg_w4a16 as dg_w4a16",
+        "from . import redraft_store_dg_w4a16 as dg_w4a16",
         "from .redraft_quant_rtn import quantize_experts, quantize_rows as rows",
         *[""] * 8,
         "def f():",
-        "    from .redraft_names import part_of, DECODER",
+        "    from .redraft_store_names import part_of, DECODER",
         "",
         "    return part_of",
     ]
@@ -209,15 +210,16 @@ def f():
 def test_a_file_that_a_module_reads_comes_along(tmp_path, monkeypatch):
     (tmp_path / "flat").mkdir()
     text = "__device__ void f() {}\n// \"quoted\" 'and' \\ escaped \N{GREEK SMALL LETTER MU}\n"
-    companion = f"{flat_name(COMPANION)}.py"
-    (tmp_path / "flat" / companion).write_text(bundle()[companion], encoding="utf-8")
+    helpers = [f"{flat_name(name)}.py" for name in (COMPANION, "redraft.files")]
+    for name in helpers:
+        (tmp_path / "flat" / name).write_text(bundle()[name], encoding="utf-8")
     reader = "from pathlib import Path\nSOURCE = Path(__file__).with_name('kernel.cu')\n"
     (tmp_path / "flat" / "kernel.py").write_text(reader + bringing({"kernel.cu": text}), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("flat.kernel")
     assert module.SOURCE.read_text("utf-8") == text
     files = sorted(p.name for p in (tmp_path / "flat").iterdir() if p.is_file())
-    assert files == ["kernel.cu", "kernel.py", companion]
+    assert files == sorted(["kernel.cu", "kernel.py", *helpers])
     everything = "".join(bundle().values())
     sources = Path(redraft.__file__).with_name("kernels").glob("*.cu")
     assert all(f"bring(__file__, {path.name!r}, " in everything for path in sources)

@@ -26,7 +26,7 @@ from redraft.hf.sampling import FusedSampler
 from redraft.kernels.experts_layout import repack
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.sampling import counter_statistics
-from redraft.store.read import find_checkpoint
+from redraft.store.open import find_checkpoint
 
 SPEC = QuantSpec(16, 8)
 SHAPES = {

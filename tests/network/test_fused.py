@@ -11,7 +11,7 @@ from redraft.network.arena import KVArena, SlotArena
 from redraft.network.fused import Buffers, FusedModel
 from redraft.network.model import Model
 from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
-from redraft.store.read import load_checkpoint
+from redraft.quant.load import load_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 61)  # inside the window of 48, and past it

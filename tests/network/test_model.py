@@ -13,7 +13,7 @@ from redraft.config import QuantSpec
 from redraft.kernels.packing import dequantize
 from redraft.network.arena import KVArena
 from redraft.network.model import Model
-from redraft.store.read import load_checkpoint
+from redraft.quant.load import load_checkpoint
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 PROMPT = 25  # longer than the window of 10

@@ -21,10 +21,11 @@ from redraft.cli import main
 from redraft.errors import CheckpointError, UsageError
 from redraft.network.arena import KVArena
 from redraft.network.model import Model
+from redraft.quant.load import load_checkpoint
 from redraft.quant.lora import merge_lora
 from redraft.quant.quantize import quantize
 from redraft.store.names import canonical_name
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.store.read import open_checkpoint
 from redraft.store.workdir import partial_path
 
 Q = "layers.0.self_attn.q_proj"

@@ -24,8 +24,10 @@ from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import iter_tensors
+from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import quantize
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.quant.rtn import quantize_experts
+from redraft.store.read import open_checkpoint
 from redraft.store.workdir import partial_path
 
 SPEC = QuantSpec(16, 8)
@@ -45,12 +47,15 @@ def stop_after(count: int, error: type[BaseException] = Stop) -> Callable[[int, 
     return progress
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def whole(packed_dir: Path) -> Path:
     """An uninterrupted quantisation, to compare with."""
-    path = tmp_path_factory.mktemp("whole") / "w4"
-    quantize(tiny_dir, path, SPEC)
-    return path
+    return packed_dir
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "w4"
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -61,14 +66,43 @@ def contents(path: Path) -> dict[str, bytes]:
 def packed_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that really get quantised from here on."""
     layers: list[int] = []
-    pack = module._pack_layer
 
-    def counted(source, spec, layer, device):
-        layers.append(layer)
-        return pack(source, spec, layer, device)
+    def counted(*args, where: str, **options):
+        layers.append(int(where.split(".layers.")[1].split(".")[0]))
+        return quantize_experts(*args, where=where, **options)
 
-    monkeypatch.setattr(module, "_pack_layer", counted)
+    monkeypatch.setattr(module, "quantize_experts", counted)
     return layers
+
+
+@pytest.fixture
+def stopped(tiny_dir: Path, target: Path, packed_layers: list[int]) -> Callable[..., Path]:
+    """Stop a quantisation to `target` after some files: returns where they are kept."""
+
+    def stop(after: int, spec: QuantSpec = SPEC, source: Path = tiny_dir, error: type[BaseException] = Stop) -> Path:
+        with pytest.raises(error):
+            quantize(source, target, spec, progress=stop_after(after, error))
+        packed_layers.clear()
+        return partial_path(target)
+
+    return stop
+
+
+def flip(file: Path) -> None:
+    """Change the last bit."""
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+
+
+def killed(partial: Path) -> None:
+    """What a kill leaves: a file that was not recorded, a temporary one, a record half-written."""
+    (partial / FILES[1]).write_bytes((partial / FILES[0]).read_bytes()[:100])
+    (partial / ".tmpAbCd").write_bytes(b"half")
+    (partial / ".progress.json.x.new").write_text('{"fingerpr')
+
+
+def record(text: str) -> Callable[[Path], object]:
+    return lambda partial: (partial / "progress.json").write_text(text)
 
 
 class TestResult:
@@ -194,13 +228,10 @@ class TestReport:
         kept = {k.part: (k.tensors, k.bytes) for k in report.kept}
         assert sum(b for _, b in kept.values()) == sum(b for n, b in tensors.items() if ".experts." not in n)
         assert kept["embedding"] == (1, tensors["model.decoder.embed_tokens.weight"])
-        assert kept["vision"] == (
-            sum("vision" in n for n in tensors),
-            sum(b for n, b in tensors.items() if "vision" in n),
-        )
-        assert list(kept) == [
-            "embedding", "attention", "dense MLP", "router", "norms", "self-conditioning", "vision"
-        ]  # fmt: skip
+        vision = [b for n, b in tensors.items() if "vision" in n]
+        assert kept["vision"] == (len(vision), sum(vision))
+        parts = ["embedding", "attention", "dense MLP", "router", "norms", "self-conditioning", "vision"]
+        assert list(kept) == parts
         assert all(k.reason for k in report.kept)
 
     def test_saved_beside_the_weights_without_paths_of_the_machine(self, tiny_dir: Path, whole: Path, tmp_path: Path):
@@ -214,104 +245,78 @@ class TestResume:
     @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("after", [1, 2, 5])
     def test_resumes_at_the_next_layer(
-        self, tiny_dir: Path, whole: Path, tmp_path: Path, packed_layers: list[int], error: type, after: int
+        self, tiny_dir: Path, whole: Path, target: Path, stopped, packed_layers: list[int], error: type, after: int
     ):
-        target = tmp_path / "w4"
-        with pytest.raises(error):
-            quantize(tiny_dir, target, SPEC, progress=stop_after(after, error))
+        partial = stopped(after, error=error)
         assert not target.exists()
-        assert {f.name for f in partial_path(target).glob("*.safetensors")} == set(FILES[:after])
-        packed_layers.clear()
+        assert {f.name for f in partial.glob("*.safetensors")} == set(FILES[:after])
         calls: list[tuple[int, int]] = []
         quantize(tiny_dir, target, SPEC, progress=lambda *call: calls.append(call))
         assert packed_layers == list(range(after, 3))
         assert calls == [(i, 5) for i in range(1, 6)]
         assert contents(target) == contents(whole)
-        assert list(tmp_path.iterdir()) == [target]
+        assert list(target.parent.iterdir()) == [target]
 
-    def test_killed_while_writing(self, tiny_dir: Path, whole: Path, tmp_path: Path, packed_layers: list[int]):
-        """What a kill leaves: a file that was not recorded, a temporary one, a record half-written."""
-        target = tmp_path / "w4"
-        with pytest.raises(Stop):
-            quantize(tiny_dir, target, SPEC, progress=stop_after(1))
-        partial = partial_path(target)
-        (partial / FILES[1]).write_bytes((partial / FILES[0]).read_bytes()[:100])
-        (partial / ".tmpAbCd").write_bytes(b"half")
-        (partial / "progress.json.new").write_text('{"fingerpr')
-        packed_layers.clear()
+    @pytest.mark.parametrize(
+        ("after", "damage", "made_again"),
+        [
+            (1, killed, [1, 2]),
+            (3, lambda partial: flip(partial / FILES[1]), [1]),
+            (3, lambda partial: os.truncate(partial / FILES[1], (partial / FILES[1]).stat().st_size - 1), [1]),
+            (3, lambda partial: (partial / FILES[1]).unlink(), [1]),
+            *((2, record(text), [0, 1, 2]) for text in ("", "{", "[]", '{"fingerprint": 1}')),
+        ],
+        ids=["killed", "flip", "cut", "remove", "no record", "half a record", "a list", "an odd record"],
+    )
+    def test_what_was_damaged_meanwhile_is_made_again(
+        self, tiny_dir: Path, whole: Path, target: Path, stopped, packed_layers: list[int], after, damage, made_again
+    ):
+        damage(stopped(after))
         quantize(tiny_dir, target, SPEC)
-        assert packed_layers == [1, 2] and contents(target) == contents(whole)
+        assert packed_layers == made_again and contents(target) == contents(whole)
 
-    def test_other_settings_start_afresh(self, tiny_dir: Path, tmp_path: Path, packed_layers: list[int]):
-        target = tmp_path / "w4"
-        with pytest.raises(Stop):
-            quantize(tiny_dir, target, QuantSpec(32, 16), progress=stop_after(2))
-        packed_layers.clear()
+    def test_killed_before_the_first_record(self, tiny_dir: Path, whole: Path, target: Path):
+        partial_path(target).mkdir()
+        (partial_path(target) / ".progress.json.x.new").write_text('{"fingerpr')
+        quantize(tiny_dir, target, SPEC)
+        assert contents(target) == contents(whole)
+
+    def test_other_settings_start_afresh(self, tiny_dir: Path, target: Path, stopped, packed_layers: list[int]):
+        stopped(2, QuantSpec(32, 16))
         quantize(tiny_dir, target, SPEC)
         assert packed_layers == [0, 1, 2]
         assert open_checkpoint(target, verify=True).spec == SPEC
 
-    def test_another_source_starts_afresh(self, tiny_dir: Path, tmp_path: Path, packed_layers: list[int]):
+    def test_another_source_starts_afresh(
+        self, tiny_dir: Path, tmp_path: Path, target: Path, stopped, packed_layers: list[int]
+    ):
         source = Path(shutil.copytree(tiny_dir, tmp_path / "source"))
-        with pytest.raises(Stop):
-            quantize(source, tmp_path / "w4", SPEC, progress=stop_after(2))
+        stopped(2, source=source)
         tensors = load_file(source / "model.safetensors")
         tensors["model.decoder.layers.0.experts.down_proj"] *= 2
         save_file(tensors, source / "model.safetensors")
-        packed_layers.clear()
-        quantize(source, tmp_path / "w4", SPEC)
+        quantize(source, target, SPEC)
         assert packed_layers == [0, 1, 2]
-        got, want = load_checkpoint(tmp_path / "w4").weights, load_checkpoint(source, spec=SPEC).weights
+        got, want = load_checkpoint(target).weights, load_checkpoint(source, spec=SPEC).weights
         assert torch.equal(got.layers[0].experts.dn_s, want.layers[0].experts.dn_s)
 
-    @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-    def test_damaged_layers_are_made_again(
-        self, tiny_dir: Path, whole: Path, tmp_path: Path, packed_layers: list[int], damage: str
-    ):
-        target = tmp_path / "w4"
-        with pytest.raises(Stop):
-            quantize(tiny_dir, target, SPEC, progress=stop_after(3))
-        victim = partial_path(target) / FILES[1]
-        raw = victim.read_bytes()
-        if damage == "flip":
-            victim.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        elif damage == "cut":
-            victim.write_bytes(raw[:-1])
-        else:
-            victim.unlink()
-        packed_layers.clear()
-        quantize(tiny_dir, target, SPEC)
-        assert packed_layers == [1] and contents(target) == contents(whole)
-
-    @pytest.mark.parametrize("record", ["", "{", "[]", '{"fingerprint": 1}'])
-    def test_unreadable_record_starts_afresh(
-        self, tiny_dir: Path, whole: Path, tmp_path: Path, packed_layers: list[int], record: str
-    ):
-        target = tmp_path / "w4"
-        with pytest.raises(Stop):
-            quantize(tiny_dir, target, SPEC, progress=stop_after(2))
-        (partial_path(target) / "progress.json").write_text(record)
-        packed_layers.clear()
-        quantize(tiny_dir, target, SPEC)
-        assert packed_layers == [0, 1, 2] and contents(target) == contents(whole)
-
-    def test_a_directory_of_somebody_else_is_not_emptied(self, tiny_dir: Path, tmp_path: Path):
-        partial = partial_path(tmp_path / "w4")
+    def test_a_directory_of_somebody_else_is_not_emptied(self, tiny_dir: Path, target: Path):
+        partial = partial_path(target)
         partial.mkdir()
         (partial / "thesis.txt").write_text("only copy")
         with pytest.raises(CheckpointError, match=r"thesis\.txt: not written by Redraft"):
-            quantize(tiny_dir, tmp_path / "w4", SPEC)
+            quantize(tiny_dir, target, SPEC)
         assert (partial / "thesis.txt").read_text() == "only copy"
 
-    def test_one_writer_at_a_time(self, tiny_dir: Path, tmp_path: Path):
-        partial = partial_path(tmp_path / "w4")
+    def test_one_writer_at_a_time(self, tiny_dir: Path, target: Path):
+        partial = partial_path(target)
         partial.mkdir()
         with (partial / "lock").open("w") as f:
             fcntl.flock(f, fcntl.LOCK_EX)
             with pytest.raises(UsageError, match="another process is writing the same target"):
-                quantize(tiny_dir, tmp_path / "w4", SPEC)
-        quantize(tiny_dir, tmp_path / "w4", SPEC)
-        assert (tmp_path / "w4" / "manifest.json").exists()
+                quantize(tiny_dir, target, SPEC)
+        quantize(tiny_dir, target, SPEC)
+        assert (target / "manifest.json").exists()
 
 
 FULL_DISK = [
@@ -325,9 +330,8 @@ FULL_DISK = [
 class TestDisk:
     @pytest.mark.parametrize("error", FULL_DISK, ids=["ENOSPC", "EDQUOT", "safetensors", "old safetensors"])
     def test_disk_fills_up(
-        self, tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+        self, tiny_dir: Path, whole: Path, target: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
     ):
-        target = tmp_path / "w4"
         monkeypatch.setattr(rewrite, "_SPARE_BYTES", 0)
 
         def save(tensors, path, metadata):
@@ -350,9 +354,8 @@ class TestDisk:
         assert not (partial_path(target) / FILES[2]).exists(), "what fills the disk should be gone"
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
-            with pytest.raises(
-                CheckpointError, match=f"{still + side:,} more bytes are needed, 5 are free; 2 finished"
-            ):
+            needed = f"{still + side:,} more bytes are needed, 5 are free; 2 finished"
+            with pytest.raises(CheckpointError, match=needed):
                 quantize(tiny_dir, target, SPEC)
         quantize(tiny_dir, target, SPEC)
         assert contents(target) == contents(whole)
@@ -360,9 +363,8 @@ class TestDisk:
     def test_disk_too_small_is_found_beforehand(self, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1234))
         monkeypatch.setattr(rewrite, "save_file", lambda *_, **__: pytest.fail("started to write"))
-        with pytest.raises(
-            CheckpointError, match=r"the disk is too small: [\d,]+ more bytes are needed, 1,234 are free"
-        ):
+        message = r"the disk is too small: [\d,]+ more bytes are needed, 1,234 are free"
+        with pytest.raises(CheckpointError, match=message):
             quantize(tiny_dir, tmp_path / "w4", SPEC)
         assert list(tmp_path.iterdir()) == []
 

@@ -17,10 +17,11 @@ from redraft.cli import main
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import PackedExperts, iter_tensors
-from redraft.quant.export import export_compressed_tensors
-from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, Scheme, pack, quantization_config
+from redraft.quant.load import load_checkpoint
+from redraft.quant.quantize import export_compressed_tensors
+from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, CompressedTensors, pack
 from redraft.store.names import canonical_name, expert_names
-from redraft.store.read import load_checkpoint, open_checkpoint
+from redraft.store.read import open_checkpoint
 from redraft.store.workdir import partial_path
 
 EXPERT = "model.decoder.layers.1.experts.2"
@@ -122,7 +123,7 @@ class TestWrite:
         pytest.importorskip("compressed_tensors")
         from compressed_tensors.utils import is_match
 
-        ignore = quantization_config(Scheme(64, True))["ignore"]
+        ignore = CompressedTensors(64, True).quantization_config()["ignore"]
         linears = [(n, m) for n, m in tiny_model().named_modules() if isinstance(m, torch.nn.Linear)]
         assert len(linears) > 50 and all(is_match(name, module, ignore) for name, module in linears)
         for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -147,7 +148,7 @@ class TestWrite:
     def test_no_weight_moves_far(self, symmetric: bool):
         """Half a step by rounding, half a step at a saturated end, and what a BF16 scale is too small: 15 * 2^-9."""
         weight = torch.randn(64, 256).mul(torch.logspace(-4, 4, 64)[:, None])
-        packed = pack(weight, Scheme(32, symmetric), "w")
+        packed = pack(weight, CompressedTensors(32, symmetric), "w")
         zero = packed["zero_point"].T.contiguous().view(torch.uint8) if not symmetric else None
         z = 8.0 if zero is None else torch.stack((zero & 15, zero >> 4), -1).flatten(-2).T.float().unsqueeze(-1)
         bytes_ = packed["packed"].view(torch.uint8)
@@ -169,15 +170,15 @@ class TestWrite:
         """Zero, tiny and huge groups get scales that BF16 and fp16 both hold; larger and broken ones are refused."""
         weight = torch.zeros(8, 128)
         weight[1], weight[2, 5], weight[3] = 1e-30, 15 * LARGEST_SCALE, -1e-6
-        scale = pack(weight, Scheme(32, False), "w")["scale"]
+        scale = pack(weight, CompressedTensors(32, False), "w")["scale"]
         assert torch.equal(scale.half().float(), scale.float())
         assert float(scale.min()) == SMALLEST_SCALE and float(scale.max()) == LARGEST_SCALE
         weight[2, 5] = 2e6
         with pytest.raises(CheckpointError, match="w: its weights are too large"):
-            pack(weight, Scheme(32, False), "w")
+            pack(weight, CompressedTensors(32, False), "w")
         weight[2, 5] = torch.nan
         with pytest.raises(CheckpointError, match="w: its weights are not all finite"):
-            pack(weight, Scheme(32, True), "w")
+            pack(weight, CompressedTensors(32, True), "w")
 
     def test_resumes(self, bf16_dir: Path, copy: Path, tmp_path: Path):
         """Stopped after two files, the same call writes the rest, and the result is the same bit for bit."""

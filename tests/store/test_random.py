@@ -18,9 +18,10 @@ from redraft.kernels.router import route
 from redraft.network.arena import KVArena
 from redraft.network.model import Model
 from redraft.network.weights import Weights, iter_tensors, nbytes
+from redraft.quant.load import load_checkpoint
 from redraft.store import random as random_model
+from redraft.store.open import find_checkpoint
 from redraft.store.random import PRESETS, random_checkpoint, random_tokenizer, weight_bytes
-from redraft.store.read import find_checkpoint, load_checkpoint
 
 
 def equal(a: Weights, b: Weights) -> bool:
