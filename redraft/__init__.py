@@ -37,6 +37,8 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     spec: QuantSpec | None = None,
+    slots: int | None = None,
+    context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """Load a checkpoint and return an engine.
@@ -44,20 +46,25 @@ def load(
     model: a directory, a hub id, "demo" for the bundled one, or random weights of a model's shapes, such as
     "random:26b-a4b" and "random:tiny" (redraft/store/random.py). weights: "w4" (default; BF16 experts are quantised
     layer by layer while loading, in groups of `spec`) or "bf16". device: "cuda" or "cpu", by default the GPU when
-    there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU.
-    progress(done, total) is called per layer. Raises CheckpointError or UsageError.
+    there is one. dtype: of activations and of everything but packed experts; fp32 on a CPU, BF16 on a GPU. slots,
+    context: requests side by side and positions of each (prompt and answer) that memory is taken for now; without them
+    both follow what is asked for. progress(done, total) is called per layer. Raises CheckpointError, UsageError or
+    MemoryShortage.
     """
-    from redraft.config import TIERS, check_choice
+    from redraft.config import TIERS, check_choice, require_int
     from redraft.device import default_dtype, pick_device
     from redraft.engine.engine import Engine
     from redraft.quant.load import load_checkpoint
     from redraft.store.open import load_tokenizer
 
     check_choice("tier", tier, TIERS)
+    for name, value in (("slots", slots), ("context", context)):
+        if value is not None:
+            require_int(name, value, 1)
     target = pick_device(device)
     dtype = dtype or default_dtype(target)
     checkpoint = load_checkpoint(model, weights, dtype, target, spec, progress)
-    return Engine(checkpoint, load_tokenizer(checkpoint.path), tier)
+    return Engine(checkpoint, load_tokenizer(checkpoint.path), tier, slots, context)
 
 
 def quantize(

@@ -219,8 +219,8 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_denoising_steps"):
-            _require_int(name, getattr(self, name), 1)
-        _require_int("stability_threshold", self.stability_threshold, 0)
+            require_int(name, getattr(self, name), 1)
+        require_int("stability_threshold", self.stability_threshold, 0)
         for name in ("entropy_bound", "confidence_threshold", "t_max"):
             _require_number(name, getattr(self, name), above=0.0)
         _require_number("t_min", self.t_min, above=0.0)
@@ -237,7 +237,10 @@ class DecodeSettings:
 
     @classmethod
     def from_generation_config(cls, raw: Mapping[str, Any], where: str = "generation_config.json") -> Self:
-        """Read transformers' generation_config.json; absent or null fields keep the published defaults."""
+        """Read transformers' generation_config.json; absent or null fields keep the published defaults.
+
+        Without an end token there no answer ends early: transformers knows none then either.
+        """
         eos = raw.get("eos_token_id")
         changes: dict[str, Any] = {
             name: raw.get(name)
@@ -246,15 +249,15 @@ class DecodeSettings:
             )
         }  # fmt: skip
         changes["entropy_bound"] = (raw.get("sampler_config") or {}).get("entropy_bound")
-        if eos is not None:
-            changes["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        changes["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
         try:
             return cls().replace(**changes)
         except (UsageError, TypeError) as e:
             raise CheckpointError(f"{where}: {e}") from None
 
 
-def _require_int(name: str, value: Any, least: int) -> None:
+def require_int(name: str, value: Any, least: int) -> None:
+    """Raise UsageError unless `value` is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}")
 

@@ -92,6 +92,9 @@ def test_generation_config_is_read():
     )
     assert (read.eos_token_ids, read.t_max, read.t_min, read.entropy_bound) == ((1, 106), 0.9, 0.4, 0.3)
     assert read.max_denoising_steps == 48
+    assert DecodeSettings.from_generation_config({"eos_token_id": 5}).eos_token_ids == (5,)
+    assert DecodeSettings.from_generation_config({}).eos_token_ids == ()
+    assert DecodeSettings.from_generation_config({"eos_token_id": None}).eos_token_ids == ()
     with pytest.raises(CheckpointError, match=r"gen\.json: t_max"):
         DecodeSettings.from_generation_config({"t_max": -1.0}, "gen.json")
 

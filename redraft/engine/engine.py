@@ -56,9 +56,9 @@ class Engine:
         self.weights: WeightFormat = "bf16" if checkpoint.spec is None else "w4"
         self.tokenizer = tokenizer
         self._text = Text(tokenizer, self.config.vocab_size)
-        most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
+        self._most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
         longest = context or self.config.max_position_embeddings
-        self._desk = Desk(self._open_loop, most, longest, self._text, self.config.canvas_length)
+        self._desk = Desk(self.open_loop, self._most, longest, self._text, self.config.canvas_length)
         self._least = (slots or 1, context or 1)
         if (slots or context) and tier == "turbo":
             self._desk.open(*self._least)
@@ -190,11 +190,15 @@ class Engine:
             raise UsageError(f"{len(seed)} seeds were given for {count} prompts")
         return [check_seed(s) for s in seed]
 
-    def _open_loop(self, slots: int, positions: int) -> Loop:
-        """A loop of tier turbo: on fused passes where the device allows, with as many slots as memory plans for."""
+    def open_loop(self, slots: int, positions: int) -> Loop:
+        """A loop of its own in tier turbo, on fused passes where the device allows.
+
+        It has `slots` slots of `positions` positions, or fewer where memory ends. Raises MemoryShortage if not even the
+        fewest fit.
+        """
         slots, positions = max(slots, self._least[0]), max(positions, self._least[1])
         if self.fused is None:
-            return Loop(EagerRunner(self.model, EAGER_SLOTS if slots < EAGER_SLOTS else slots), self.config)
+            return Loop(EagerRunner(self.model, self._most), self.config)
         # Rounded up, so that a slightly longer prompt does not plan anew.
         capacity = -(-positions // 1024) * 1024
         while True:

@@ -75,6 +75,7 @@ class Loop:
         self._resident: list[list[int]] = [[] for _ in range(runner.slots)]
         self._given_up = [0] * runner.slots  # in the order of this count
         self._clock = itertools.count(1)
+        self.width = 0  # requests in the last step's pass
 
     @property
     def idle(self) -> bool:
@@ -103,6 +104,7 @@ class Loop:
         self._admit()
         self._read()
         denoising = [r for r in self._running.values() if r.denoising]
+        self.width = len(denoising)
         for rule in dict.fromkeys(r.request.rule for r in denoising):
             self.runner.run_pass([r.slot for r in denoising if r.request.rule is rule])
         events: list[tuple[int, Event]] = []

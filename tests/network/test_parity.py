@@ -5,12 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from parity import Case, assert_same
 from tiny import CANVAS, VOCAB
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 import redraft
 
 STEPS, BOUNDS, STABILITY, CONFIDENCE = (1, 3, 8, 48), (0.02, 0.1, 0.5), (0, 1, 2, 3), (0.005, 1.0, 3.5)
+
+PUBLISHED = {
+    "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1), "max_denoising_steps": 8, "t_min": 0.4, "t_max": 0.8,
+    "stability_threshold": 1, "confidence_threshold": 0.005,
+}  # fmt: skip
 
 
 def random_case(index: int) -> Case:
@@ -53,3 +60,16 @@ def test_cases_cover_what_the_claim_names():
     assert {c.settings["max_denoising_steps"] for c in CASES} == set(STEPS)
     assert {c.settings["stability_threshold"] for c in CASES} == set(STABILITY)
     assert set(BOUNDS) <= {c.settings["entropy_bound"] for c in CASES}
+
+
+def test_a_generation_config_without_an_end_token_never_ends_early(engine, tiny_hf):
+    """The saved model names none, so that transformers knows none either, though its config.json has one."""
+    assert engine.settings.eos_token_ids == ()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = tiny_hf.generate(
+            input_ids=torch.tensor([[5, 9, 40]]), pad_token_id=0, max_new_tokens=6 * CANVAS, **PUBLISHED
+        )
+        result = engine.generate([5, 9, 40], seed=seed, max_new_tokens=6 * CANVAS, max_denoising_steps=8)
+        assert result.token_ids == expected.sequences[0, 3:].tolist()
+        assert (len(result.token_ids), result.finish_reason) == (6 * CANVAS, "length")
