@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from redraft.device import synchronize
-from redraft.engine.graphs import PassGraph
 
 Call = Callable[[], Any]
 
@@ -71,8 +70,11 @@ def measure(calls: Call | Sequence[Call], device: torch.device, *, seconds: floa
         for call in sequence:
             call()
 
-    graph = graph and device.type == "cuda"
-    timed = PassGraph(run, device).replay if graph else run
+    timed, graph = run, graph and device.type == "cuda"
+    if graph:
+        from redraft.engine.graphs import PassGraph  # and with it Triton, whose interpreter is chosen at import
+
+        timed = PassGraph(run, device).replay
     for _ in range(WARM_UP):
         timed()
     once = _sample(timed, device)

@@ -39,15 +39,15 @@ def write(
 
 def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
     """Under a progress bar; Ctrl-C becomes one line that says how to go on."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
+    from redraft.cli.common import error_console
     from redraft.store.workdir import partial_path
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Bar(*columns, console=error_console(), transient=True) as bar:
             task = bar.add_task(what, total=None)
             return work(progress=lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
@@ -60,16 +60,17 @@ def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
 
 def show_packed(report: QuantReport, dst: str) -> None:
     """The outcome of packing as tables, and the sizes."""
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     errors = (
         (e.name.removeprefix("model.decoder."), math.inf if e.sqnr_db is None else e.sqnr_db, e.relative_error)
         for e in report.tensors
     )
     rows = [(name, f"{sqnr:.2f}", f"{relative:.4f}") for name, sqnr, relative in errors]
-    console.print(table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
+    console.print(Table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
     kept = [(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason) for part in report.kept]
-    console.print(table(("kept as it was", "tensors", "MB", "why"), kept))
+    console.print(Table(("kept as it was", "tensors", "MB", "why"), kept))
     before, after = report.bytes_before, report.bytes_after
     console.print(f"{dst}: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({before / after:.2f}x smaller)")

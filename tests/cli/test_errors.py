@@ -95,8 +95,15 @@ def test_version_and_bare_command(run: Run) -> None:
         assert name in bare.out
 
 
-def test_help_is_quick_because_torch_is_not_imported() -> None:
-    code = "import sys; from redraft.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("code", "module"),
+    [
+        ("from redraft.cli import main; main(['--help'])", "torch"),  # that help is quick
+        ("import redraft.bench.kernels", "triton"),  # that `bench kernels` can still choose its interpreter
+    ],
+)
+def test_what_is_not_imported(code: str, module: str) -> None:
+    code = f"import sys; {code}; sys.exit({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
