@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from redraft.bench.step import random_tokens
+from redraft.bench.passes import random_tokens
 from redraft.bench.timing import percentile
 from redraft.config import DecodeSettings
 from redraft.decode.rule import DEFAULT_RULE, find_rule

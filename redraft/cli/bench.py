@@ -8,7 +8,7 @@ import typer
 
 from redraft.cli import options
 from redraft.cli.measuring import Output, describe_machine, load, probe_machine
-from redraft.errors import RedraftError
+from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +93,69 @@ def batch(
     points = {f"{result.canvases} canvases": result.measured for result in results if result.measured}
     output.draw(subject.limits.roofline, points, f"{model}, prompt {prompt_tokens}")
     output.print({**subject.describe(), **about, "batches": [result.to_dict() for result in results]})
+
+
+@app.command("serve-loop")
+@options.grouped
+def serve_loop(
+    *,
+    model: options.Model,
+    rates: Annotated[
+        str, typer.Option("--rates", metavar="R,R,...", help="Requests a second; inf is all of them at once.")
+    ] = "1,2,4,8,inf",
+    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Requests at each rate.")] = 32,
+    slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="Requests side by side at most.")] = 16,
+    prompt_tokens: options.PromptTokens = 1024,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens of every answer.")
+    ] = 256,
+    passes: options.Passes = 12,
+    seed: options.Seed = 0,
+    loading: options.Loading,
+    json_output: options.Json = False,
+) -> None:
+    """Serve requests that arrive as a Poisson stream: throughput, and seconds to the first draft and to the answer."""
+    from redraft.bench.serve_loop import Load, bench_serve_loop
+    from redraft.cli.common import describe, print_json, working
+    from redraft.device import environment
+    from redraft.network.arena import check_context
+
+    chosen = _rates(rates)
+    engine = loading.engine(model)
+    load = Load(requests, prompt_tokens, max_new_tokens, passes, slots, seed)
+    check_context(engine.config, prompt_tokens, max_new_tokens)
+    with working("warming up") as status:
+        results = [result.to_dict() for result in bench_serve_loop(engine, load, chosen, status.update)]
+    _print_rates(results)
+    if json_output:
+        about = {**describe(engine, model), **vars(load), "environment": environment(engine.device)}
+        print_json({**about, "rates": results})
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not all(rate > 0 for rate in rates):  # NaN is not either
+        raise UsageError(f"--rates is {text!r}, expected requests a second such as 1,4,inf")
+    return rates
+
+
+def _print_rates(results: list[dict[str, Any]]) -> None:
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
+
+    rows = []
+    for row in results:
+        first, answer = (row[name] for name in ("first_draft_seconds", "answer_seconds"))
+        rows.append((
+            "at once" if row["rate"] is None else f"{row['rate']:g}", f"{row['requests_per_second']:.2f}",
+            f"{row['tokens_per_second']:,.1f}", f"{first['p50']:.3f} / {first['p90']:.3f}",
+            f"{answer['p50']:.3f} / {answer['p90']:.3f}", f"{row['mean_requests_per_pass']:.2f}", row["passes"],
+        ))  # fmt: skip
+    columns = ("arrivals a second", "answers/s", "tok/s", "first draft s p50 / p90", "answer s p50 / p90")
+    output_console().print(Table((*columns, "requests a pass", "passes"), rows))
 
 
 @app.command("kernels")

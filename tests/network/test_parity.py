@@ -15,8 +15,8 @@ import redraft
 STEPS, BOUNDS, STABILITY, CONFIDENCE = (1, 3, 8, 48), (0.02, 0.1, 0.5), (0, 1, 2, 3), (0.005, 1.0, 3.5)
 
 PUBLISHED = {
-    "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1), "max_denoising_steps": 8, "t_min": 0.4, "t_max": 0.8,
-    "stability_threshold": 1, "confidence_threshold": 0.005,
+    "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1), "max_denoising_steps": 8, "t_min": 0.4,
+    "t_max": 0.8, "stability_threshold": 1, "confidence_threshold": 0.005,
 }  # fmt: skip
 
 
