@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,11 +25,12 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
+    from redraft.cli.common import print_json
     from redraft.store.open import open_model
 
     summary = summarize(open_model(model, verify))
     if json_output:
-        print(json.dumps(summary))
+        print_json(summary)
     else:
         _print(summary)
 
@@ -134,19 +134,20 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
 
 
 def _print(summary: dict[str, Any]) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     console.print(f"{summary['path']}: {summary['format']}")
-    console.print(table(("shape", ""), [(key, _text(value)) for key, value in summary["shape"].items()]))
+    console.print(Table(("shape", ""), [(key, _text(value)) for key, value in summary["shape"].items()]))
     parts = {**summary["parts"], "total": summary["total"]}
     rows = [
         (name, str(p["tensors"]), f"{p['parameters']:,}", _megabytes(p["bytes"]), _megabytes(p["w4_bytes"]))
         for name, p in parts.items()
     ]
-    console.print(table(("part", "tensors", "parameters", "stored MB", "W4 MB"), rows))
+    console.print(Table(("part", "tensors", "parameters", "stored MB", "W4 MB"), rows))
     columns = ("context", "KV MB", "W4 + KV MB", "BF16 + KV MB", *(f"{card} GB" for card in CARDS_GB))
-    console.print(table(columns, map(_fit_row, summary["fit"]), "What fits"))
+    console.print(Table(columns, map(_fit_row, summary["fit"]), "What fits"))
     console.print(
         "Weights and KV arena of one sequence, GB = 10^9 bytes; a pass's workspace, mostly its logits, comes on top."
     )

@@ -36,12 +36,13 @@ def command(
 
 
 def _show(report: MergeReport, dst: str) -> None:
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     kinds = Counter((t.name.removesuffix(".weight").rsplit(".", 1)[-1], t.rank, t.scale) for t in report.tensors)
     rows = [(name, str(rank), f"{scale:g}", str(count)) for (name, rank, scale), count in kinds.items()]
-    console.print(table(("projection", "rank", "scale", "weights"), rows, "Merged"))
+    console.print(Table(("projection", "rank", "scale", "weights"), rows, "Merged"))
     for note in report.notes:
         console.print(f"note: {note}")
     console.print(f"{dst}: {report.adapter} merged into {len(report.tensors)} weights of {report.base}")

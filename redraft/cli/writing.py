@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +29,11 @@ def write(
     what: str, dst: str, json_output: bool, work: Callable[..., Any], show: Callable[[Any, str], None], **facts: object
 ) -> None:
     """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`."""
+    from redraft.cli.common import print_json
+
     report = _with_progress(what, dst, work)
     if json_output:
-        print(json.dumps({**dataclasses.asdict(report), **facts, "destination": dst}))
+        print_json({**dataclasses.asdict(report), **facts, "destination": dst})
     else:
         show(report, dst)
 
@@ -60,16 +61,17 @@ def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
 
 def show_packed(report: QuantReport, dst: str) -> None:
     """The outcome of packing as tables, and the sizes."""
-    from redraft.cli.tables import table, table_console
+    from redraft.cli.common import output_console
+    from redraft.tables import Table
 
-    console = table_console()
+    console = output_console()
     errors = (
         (e.name.removeprefix("model.decoder."), math.inf if e.sqnr_db is None else e.sqnr_db, e.relative_error)
         for e in report.tensors
     )
     rows = [(name, f"{sqnr:.2f}", f"{relative:.4f}") for name, sqnr, relative in errors]
-    console.print(table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
+    console.print(Table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
     kept = [(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason) for part in report.kept]
-    console.print(table(("kept as it was", "tensors", "MB", "why"), kept))
+    console.print(Table(("kept as it was", "tensors", "MB", "why"), kept))
     before, after = report.bytes_before, report.bytes_after
     console.print(f"{dst}: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({before / after:.2f}x smaller)")
