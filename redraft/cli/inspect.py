@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,11 +25,12 @@ def command(
     json_output: Json = False,
 ) -> None:
     """Show shapes, parameters, bytes per part, format, and what fits in which memory; loads no weights."""
+    from redraft.cli.common import print_json
     from redraft.store.open import open_model
 
     summary = summarize(open_model(model, verify))
     if json_output:
-        print(json.dumps(summary))
+        print_json(summary)
     else:
         _print(summary)
 

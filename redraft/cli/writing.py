@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +29,11 @@ def write(
     what: str, dst: str, json_output: bool, work: Callable[..., Any], show: Callable[[Any, str], None], **facts: object
 ) -> None:
     """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`."""
+    from redraft.cli.common import print_json
+
     report = _with_progress(what, dst, work)
     if json_output:
-        print(json.dumps({**dataclasses.asdict(report), **facts, "destination": dst}))
+        print_json({**dataclasses.asdict(report), **facts, "destination": dst})
     else:
         show(report, dst)
 

@@ -64,6 +64,12 @@ def bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """Of one projection, on the decoder's side."""
+    return write_adapter(tmp_path / "a", config(), factors(f"{DECODER}{Q}", 32, 32))
+
+
 def merged_logits(path: Path) -> torch.Tensor:
     """Redraft's own, in fp32."""
     loaded = load_checkpoint(path, "bf16", torch.float32)
@@ -214,14 +220,12 @@ class TestRefused:
     def test_tensors(self, bf16_dir: Path, tmp_path: Path, tensors: dict[str, torch.Tensor], message: str):
         self.refused(bf16_dir, write_adapter(tmp_path / "a", config(), tensors), tmp_path / "m", message)
 
-    def test_pickles(self, bf16_dir: Path, tmp_path: Path):
-        adapter = write_adapter(tmp_path / "a", config(), factors(f"{DECODER}{Q}", 32, 32))
+    def test_pickles(self, bf16_dir: Path, adapter: Path, tmp_path: Path):
         (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
         self.refused(bf16_dir, adapter, tmp_path / "m", "adapter_model.bin: pickled weights can run code")
 
-    def test_files(self, bf16_dir: Path, tmp_path: Path):
+    def test_files(self, bf16_dir: Path, adapter: Path, tmp_path: Path):
         self.refused(bf16_dir, bf16_dir, tmp_path / "m", "adapter_model.safetensors: file is missing")
-        adapter = write_adapter(tmp_path / "a", config(), factors(f"{DECODER}{Q}", 32, 32))
         file = adapter / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:-8])
         self.refused(bf16_dir, adapter, tmp_path / "m", "cut short within tensor")
@@ -240,10 +244,6 @@ class TestRefused:
 
 
 class TestWriting:
-    @pytest.fixture
-    def adapter(self, tmp_path: Path) -> Path:
-        return write_adapter(tmp_path / "a", config(), factors(f"{DECODER}{Q}", 32, 32))
-
     def test_resumes(self, bf16_dir: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         """In shards, stopped after one of them: another adapter starts afresh, the same one goes on."""
         monkeypatch.setattr(rewrite, "SHARD_BYTES", 40_000)

@@ -244,17 +244,15 @@ class TestRead:
 
     def test_encoder_names(self, copy: Path):
         """Files whose tensors have the encoder's names give the same experts."""
+
+        def encoders(name: str) -> str:
+            return name.replace("model.decoder.", "model.encoder.language_model.")
+
         before = load_checkpoint(copy).weights.layers[2].experts
         for file in copy.glob("model-0000[123]*"):
-            renamed = {
-                n.replace("model.decoder.", "model.encoder.language_model."): t for n, t in load_file(file).items()
-            }
-            save_file(renamed, file)
+            save_file({encoders(n): t for n, t in load_file(file).items()}, file)
         index = json.loads((copy / "model.safetensors.index.json").read_text())
-        index["weight_map"] = {
-            n if f == KEPT else n.replace("model.decoder.", "model.encoder.language_model."): f
-            for n, f in index["weight_map"].items()
-        }
+        index["weight_map"] = {n if f == KEPT else encoders(n): f for n, f in index["weight_map"].items()}
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
         after = load_checkpoint(copy).weights.layers[2].experts
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
@@ -283,9 +281,8 @@ class TestRead:
     def test_refuses_contradicting_shape(self, copy: Path):
         name = f"{EXPERT}.down_proj.weight_shape"
         replace_tensor(copy, name, torch.tensor([64, 128]))
-        with pytest.raises(
-            CheckpointError, match=rf"{re.escape(name)} says \[64, 128\], config.json means \[128, 64\]"
-        ):
+        message = rf"{re.escape(name)} says \[64, 128\], config.json means \[128, 64\]"
+        with pytest.raises(CheckpointError, match=message):
             load_checkpoint(copy)
 
     def test_missing_shard(self, copy: Path):
