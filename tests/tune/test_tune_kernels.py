@@ -58,12 +58,13 @@ def test_settings_that_are_refused_are_not_measured_as_others(monkeypatch: pytes
     """Elsewhere a refused launch goes on with smaller settings."""
     from redraft.kernels import tables
 
+    @dataclasses.dataclass(frozen=True)
     class Blocks(tables.LaunchSettings):
-        def __init__(self, block: int):
-            object.__setattr__(self, "block", block)
+        tiles = ("block",)
+        block: int = 64
 
     def launch(settings: Blocks) -> None:
-        if settings.block > 100:  # type: ignore[attr-defined]
+        if settings.block > 100:
             raise MemoryError("out of resource")
 
     def build_launching(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
@@ -74,7 +75,6 @@ def test_settings_that_are_refused_are_not_measured_as_others(monkeypatch: pytes
 
     monkeypatch.setattr(tables, "REFUSED", (MemoryError,))
     monkeypatch.setattr(tables, "_ACCEPTED", {})
-    monkeypatch.setattr(tables, "smaller", lambda settings: Blocks(64))
     case = KernelCase("copy", build_launching, ({"block": 256},))
     assert [t.reason for t in tune([case], SMALL, timer=timer)] == ["", "MemoryError: out of resource"]
     case.build(SMALL, torch.Generator(), {"block": 256}).run()
