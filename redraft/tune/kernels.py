@@ -17,6 +17,7 @@ import torch
 from redraft.bench.kernels import KernelCase, Problem, Scale, check, copies, time_problems
 from redraft.device import environment
 from redraft.files import write_text
+from redraft.kernels.tables import as_given
 
 NOISE = 0.03  # of a time: what two timings of one setting may differ by
 
@@ -38,7 +39,9 @@ def tune(cases: list[KernelCase], scale: Scale, seed: int = 0, timer: Timer | No
     """Try the default and every candidate of every case that has some. timer: microseconds of a checked problem."""
     for case in cases:
         for changes in ({}, *case.candidates) if case.candidates else ():
-            yield _try(case, scale, seed, changes, timer or _time)
+            with as_given():
+                trial = _try(case, scale, seed, changes, timer or _time)
+            yield trial
 
 
 def _try(case: KernelCase, scale: Scale, seed: int, changes: Mapping[str, Any], timer: Timer) -> Trial:

@@ -1,4 +1,4 @@
-"""Attention over the arena against an fp64 softmax over the keys each query may see."""
+"""Both forms of attention over the arena against an fp64 softmax over the keys each query may see."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from tolerance import DEVICE, in_slots, slot_table
 
+from redraft.kernels import attention_canvas
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
-from redraft.kernels.tables import Gpu
+from redraft.kernels.attention_canvas import CanvasSettings, attend_canvas, canvas_scratch, canvas_settings
 
 # fp32 tiles test the addressing. On a GPU their products are TF32, 2^-11 of values of order one.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 5e-3, "atol": 5e-3}
@@ -51,77 +52,96 @@ def reference(q, history, lengths, rows_cap, causal, window):
     return torch.cat(outs).flatten(0, 1)
 
 
-def launch(q, store, lengths, rows_cap, causal, window, settings):
+def launch(q, store, lengths, rows_cap, settings, causal=False, window=None, scratch_rows=None):
+    """In one launch or, by settings of canvases, in two. Lanes in the slots of `slot_table`, all else full of NaN."""
     batch, heads, rows, dim = q.shape
     out = torch.full((batch * rows, heads * dim), math.nan, dtype=q.dtype, device=q.device)
-    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
-    scratch = attention_scratch(batch, heads, rows, dim, settings, q.device, exact)
-    if scratch is not None:
-        for tensor in scratch:
-            tensor.fill_(math.nan)
     length = in_slots(torch.tensor(lengths, dtype=torch.int32, device=q.device))
-    keys, values, slots = in_slots(store[0]), in_slots(store[1]), slot_table(batch)
-    attend(q, keys, values, length, slots, rows_cap, causal, window, out=out, scratch=scratch, settings=settings)
+    where = (q, in_slots(store[0]), in_slots(store[1]), length, slot_table(batch), rows_cap)
+    if isinstance(settings, CanvasSettings):
+        scratch = canvas_scratch(batch, heads, rows, scratch_rows or rows_cap, settings, q.device, q.dtype)
+        for tensor in (scratch.weights, scratch.stats):
+            tensor.fill_(math.nan)
+        attend_canvas(*where, out=out, scratch=scratch, settings=settings)
+        return out
+    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
+    shares = attention_scratch(batch, heads, rows, dim, settings, q.device, exact)
+    for tensor in shares or ():
+        tensor.fill_(math.nan)
+    attend(*where, causal, window, out=out, scratch=shares, settings=settings)
     return out
 
 
-def small(q, store, splits, block_m=16):
-    """Tiles small enough that every loop of the kernel runs more than once."""
-    settings = attention_settings(q.shape[0], q.shape[1], store.shape[2], q.shape[2], q.shape[3])
-    return replace(settings, block_m=block_m, block_n=16, splits=splits)
+CANVAS = "canvas"  # in the place of a number of splits
+
+
+def small(q, store, splits):
+    """Tiles small enough that every loop of the kernels runs more than once."""
+    shape = (q.shape[0], q.shape[1], store.shape[2], q.shape[2], q.shape[3])
+    if splits == CANVAS:
+        return replace(canvas_settings(*shape), block_m=16, block_n=16, block_k=16, block_d=16, num_warps=4)
+    return replace(attention_settings(*shape), block_m=16, block_n=16, splits=splits)
+
+
+def check(q, store, history, lengths, rows_cap, settings, causal=False, window=None, close=CLOSE, scratch_rows=None):
+    out = launch(q, store, lengths, rows_cap, settings, causal, window, scratch_rows)
+    torch.testing.assert_close(out.double(), reference(q, history, lengths, rows_cap, causal, window), **close)
+
+
+WINDOWS = [(False, None), (True, 16), (True, 5)]
 
 
 # Empty, shorter than the ring, exactly full, wrapped once and many times.
 @pytest.mark.parametrize("lengths", [[0, 3], [15, 16], [40, 7]])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 16), (True, 5)])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_sliding(lengths, causal, window, splits):
-    """A ring of 15 rows, with room for three more in-flight rows than the pass has."""
-    torch.manual_seed(sum(lengths) + splits)
-    q, store, history = make_case(lengths, 15, 17, 4, 2, 16, rows_max=20)
-    out = launch(q, store, lengths, 15, causal, window, small(q, store, splits))
-    expected = reference(q, history, lengths, 15, causal, window)
-    torch.testing.assert_close(out.double(), expected, **CLOSE)
+@pytest.mark.parametrize(
+    ("causal", "window", "splits", "rows"),
+    [*((*seen, splits, 17) for seen in WINDOWS for splits in (1, 3)), *((False, None, CANVAS, n) for n in (1, 17))],
+)
+def test_sliding(lengths, causal, window, splits, rows):
+    """A ring of 15 rows, with room for three more in-flight rows than the pass may have."""
+    torch.manual_seed(sum(lengths))
+    case = make_case(lengths, 15, rows, 4, 2, 16, rows_max=20)
+    check(*case, lengths, 15, small(*case[:2], splits), causal, window)
 
 
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("rows", "causal", "splits"),
+    [*((n, causal, splits) for n in (1, 17) for causal in (False, True) for splits in (1, 2)), (17, False, CANVAS)],
+)
 def test_full(rows, causal, splits):
-    """Eight query heads a KV head; output columns made in two halves."""
+    """Eight query heads a KV head; output columns made in two halves, of canvases scores too."""
     torch.manual_seed(rows)
-    lengths = [0, 29, 64]
-    q, store, history = make_case(lengths, 64, rows, 8, 1, 32, rows_max=20)
-    settings = replace(small(q, store, splits), block_d=16)
-    out = launch(q, store, lengths, 64, causal, None, settings)
-    torch.testing.assert_close(out.double(), reference(q, history, lengths, 64, causal, None), **CLOSE)
+    case = make_case([0, 29, 64], 64, rows, 8, 1, 32, rows_max=20)
+    check(*case, [0, 29, 64], 64, replace(small(*case[:2], splits), block_d=16), causal)
 
 
-def test_transposed_queries():
+@pytest.mark.parametrize("splits", [1, CANVAS])
+def test_transposed_queries(splits):
     torch.manual_seed(4)
     q, store, _ = make_case([9], 15, 5, 4, 2, 16)
-    settings = small(q, store, 1)
     view = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert not view.is_contiguous()
-    expected = launch(q, store, [9], 15, False, None, settings)
-    assert torch.equal(launch(view, store, [9], 15, False, None, settings), expected)
+    settings = small(q, store, splits)
+    assert torch.equal(launch(view, store, [9], 15, settings), launch(q, store, [9], 15, settings))
 
 
-def test_huge_scores_pick_one_key():
-    """Scores of +-1e4 would overflow an exponential taken before the maximum is subtracted."""
+@pytest.mark.parametrize("splits", [1, 2, CANVAS])
+def test_huge_scores_pick_one_key(splits):
+    """Scores of +-1e4 would overflow an exponential taken before the maximum is subtracted.
+
+    In canvases they stand in another block than the first: blocks whose weights all vanish, sums that start over.
+    """
     torch.manual_seed(5)
-    q, store, history = make_case([20], 32, 9, 4, 2, 16, scale=1e4)
-    for splits in (1, 2):
-        out = launch(q, store, [20], 32, False, None, small(q, store, splits))
-        torch.testing.assert_close(out.double(), reference(q, history, [20], 32, False, None), rtol=1e-3, atol=1e-3)
+    case = make_case([20], 32, 9, 4, 2, 16, scale=1e4)
+    check(*case, [20], 32, small(*case[:2], splits), close={"rtol": 1e-3, "atol": 1e-3})
 
 
-def test_bf16():
+@pytest.mark.parametrize("splits", [2, CANVAS])
+def test_bf16(splits):
     """P and the output are rounded to BF16: 2^-8 each (the interpreter truncates) of values of order one."""
     torch.manual_seed(6)
-    q, store, history = make_case([20, 3], 15, 9, 4, 2, 16, dtype=torch.bfloat16)
-    out = launch(q, store, [20, 3], 15, False, None, small(q, store, 2))
-    torch.testing.assert_close(out.double(), reference(q, history, [20, 3], 15, False, None), rtol=2e-2, atol=2e-2)
+    case = make_case([20, 3], 15, 9, 4, 2, 16, dtype=torch.bfloat16)
+    check(*case, [20, 3], 15, small(*case[:2], splits), close={"rtol": 2e-2, "atol": 2e-2})
 
 
 def test_a_slot_does_not_depend_on_the_others():
@@ -129,11 +149,31 @@ def test_a_slot_does_not_depend_on_the_others():
     lengths = [5, 30, 12]
     q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
     settings = small(q, store, 2)
-    together = launch(q, store, lengths, 15, False, None, settings).view(3, 9, -1)
+    together = launch(q, store, lengths, 15, settings).view(3, 9, -1)
     for b, length in enumerate(lengths):
         one = slice(b, b + 1)
-        alone = launch(q[one], store[:, one].contiguous(), [length], 15, False, None, settings)
+        alone = launch(q[one], store[:, one].contiguous(), [length], 15, settings)
         assert torch.equal(together[b], alone)
+
+
+def test_lanes_take_turns_in_scratch(monkeypatch):
+    torch.manual_seed(7)
+    lengths = [5, 30, 12]
+    q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
+    settings = small(q, store, CANVAS)
+    together = launch(q, store, lengths, 15, settings)
+    for at_once in (1, 2):
+        lane_bytes = 4 * 9 * 2 * settings.block_n * 4
+        monkeypatch.setattr(attention_canvas, "SCRATCH_BYTES", at_once * lane_bytes)
+        assert canvas_scratch(3, 4, 9, 15, settings, q.device, q.dtype).lanes == at_once
+        assert torch.equal(launch(q, store, lengths, 15, settings), together)
+
+
+def test_scratch_of_a_longer_prefix():
+    """The blocks of a lane stand as far apart as the scratch was made for."""
+    torch.manual_seed(8)
+    case = make_case([20, 33], 40, 9, 4, 2, 16)
+    check(*case, [20, 33], 40, small(*case[:2], CANVAS), scratch_rows=100)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 16])
@@ -142,30 +182,26 @@ def test_settings_fill_an_h200_once(batch):
     assert (sliding.block_m, sliding.block_n, sliding.block_d) == (128, 64, 256)
     assert (full.block_m, full.block_n, full.block_d) == (128, 32, 256)
     assert [sliding.splits, full.splits] == {1: [4, 2], 2: [2, 1], 4: [1, 1], 16: [1, 1]}[batch]
-
-
-def test_settings_fit_a_smaller_gpu():
-    for dim, kv_heads in ((256, 8), (512, 2)):
-        s = attention_settings(1, 16, kv_heads, 256, dim, Gpu("small", 82, 101_376))
-        assert 2 * (s.block_m * dim + s.num_stages * s.block_n * (dim + s.block_d)) <= 101_376
+    sliding, full = canvas_settings(batch, 16, 8, 256, 256), canvas_settings(batch, 16, 2, 256, 512)
+    assert (sliding.block_m, sliding.block_d, full.block_d) == (128, 64 if batch == 1 else 128, 128)
+    for s in (sliding, full):
+        assert 2 * s.value_stages * s.block_n * (s.block_m + s.block_d) <= 232_448
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kv_heads", "dim"), [(8, 256), (2, 512)])
 @pytest.mark.parametrize("rows", [1, 17, 255, 256, 257])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "canvas"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("lengths", [[1024], [0, 1, 700, 1023, 1500]])
-def test_real_shapes(kv_heads, dim, rows, causal, lengths):
+def test_real_shapes(kv_heads, dim, rows, causal, canvas, lengths):
     """BF16 P and output: each rounding is 2^-9 of its value; outputs are averages of many unit normals, below 4."""
     torch.manual_seed(rows)
-    sliding = dim == 256
-    rows_cap, window = (1023, 1024) if sliding else (1536, None)
+    rows_cap, window = (1023, 1024 if causal else None) if dim == 256 else (1536, None)
     q, store, history = make_case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, rows_max=257)
-    settings = attention_settings(len(lengths), 16, kv_heads, rows, dim)
-    out = launch(q, store, lengths, rows_cap, causal, window if causal else None, settings)
-    expected = reference(q, history, lengths, rows_cap, causal, window if causal else None)
+    settings = (canvas_settings if canvas else attention_settings)(len(lengths), 16, kv_heads, rows, dim)
+    out = launch(q, store, lengths, rows_cap, settings, causal, window)
+    expected = reference(q, history, lengths, rows_cap, causal, window)
     error = out.double() - expected
     assert error.pow(2).mean().sqrt() < 4e-3 * expected.pow(2).mean().sqrt()
     assert error.abs().max() < 3e-2
-    again = launch(q, store, lengths, rows_cap, causal, window if causal else None, settings)
-    assert torch.equal(out, again)
+    assert torch.equal(out, launch(q, store, lengths, rows_cap, settings, causal, window))

@@ -8,10 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tolerance import DEVICE, slot_table
+from tolerance import DEVICE, slot_table, temperature
 
 from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import temperature
 from redraft.kernels.philox import philox, philox_words
 from redraft.kernels.sampling import (
     SAMPLE,
@@ -149,7 +148,7 @@ def make_slots(*settings, step=0, canvas=0):
     """A setting a lane, and a slot more that is done, in the order of `slot_table`."""
     state = SlotState.allocate(len(settings) + 1, DEVICE)
     for b, (slot, setting) in enumerate(zip(lanes(state).tolist(), settings, strict=True)):
-        state.configure(slot, setting, seed=[1, 2**40 + 3, -5][b], canvas_index=canvas + b)
+        state.seed[slot], state.canvas_index[slot] = [1, 2**40 + 3, -5][b], canvas + b
         state.step[slot] = step + b
         state.done[slot] = 0
         state.temperature[slot] = temperature(setting, step + b + 1)
@@ -171,7 +170,7 @@ def scaled(logits, settings, slots):
     """The reference's input: soft-capped logits over each slot's temperature, [B, C, V]."""
     capped = torch.tanh(logits.float() / CAP) * CAP
     steps = [temperature(s, int(slots.step[slot]) + 1) for slot, s in zip(lanes(slots), settings, strict=True)]
-    per_slot = torch.stack(steps).to(logits.device)
+    per_slot = torch.tensor(steps, device=logits.device)
     return capped.view(len(settings), -1, logits.shape[1]) / per_slot[:, None, None]
 
 

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table
+from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table, temperature
 
 from redraft.config import DecodeSettings
-from redraft.decode.entropy_bound import temperature
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.sampling import probabilities, sample
 from redraft.kernels.self_conditioning import (
@@ -101,7 +100,7 @@ def test_from_the_logits_of_the_pass_before():
     state.done[1], state.step[1], state.temperature[1] = 0, 2, temperature(DecodeSettings(), 3)
     embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
     logits = (torch.randn(count, vocab, device=DEVICE) * 6).bfloat16()
-    scaled = torch.tanh(logits.float() / 30) * 30 / temperature(DecodeSettings(), 3).to(DEVICE)
+    scaled = torch.tanh(logits.float() / 30) * 30 / temperature(DecodeSettings(), 3)
     probs = scaled.softmax(-1, dtype=torch.float32).bfloat16()
     expected = self_condition_reference(probs, embed, weights, EPS)
     whole = [torch.empty(count, dtype=torch.int32, device=DEVICE) for _ in range(2)]

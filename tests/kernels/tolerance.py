@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from redraft.config import DecodeSettings
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -44,3 +46,9 @@ def slot_table(lanes: int) -> torch.Tensor:
 def in_slots(by_lane: torch.Tensor) -> torch.Tensor:
     """What lanes hold [W, ...] in the slots of `slot_table`, [W + 1, ...]; the slot without a lane holds poison."""
     return torch.cat((poisoned(1, *by_lane.shape[1:], dtype=by_lane.dtype), by_lane.flip(0)))
+
+
+def temperature(settings: DecodeSettings, step: int) -> float:
+    """Of pass `step`, from 1: it falls linearly, t_max belonging to a step before the first."""
+    left = (settings.max_denoising_steps - step + 1) / settings.max_denoising_steps
+    return settings.t_min + (settings.t_max - settings.t_min) * left

@@ -54,6 +54,32 @@ def test_wrong_and_impossible_settings_are_refused() -> None:
     assert best(trials) == {"copy": {"block": 256}}
 
 
+def test_settings_that_are_refused_are_not_measured_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a refused launch goes on with smaller settings."""
+    from redraft.kernels import tables
+
+    @dataclasses.dataclass(frozen=True)
+    class Blocks(tables.LaunchSettings):
+        tiles = ("block",)
+        block: int = 64
+
+    def launch(settings: Blocks) -> None:
+        if settings.block > 100:
+            raise MemoryError("out of resource")
+
+    def build_launching(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
+        problem = build(scale, generator, {})
+        copy = problem.run
+        problem.run = lambda: (tables.run("copy", Blocks(changes.get("block", 64)), None, launch), copy())
+        return problem
+
+    monkeypatch.setattr(tables, "REFUSED", (MemoryError,))
+    monkeypatch.setattr(tables, "_ACCEPTED", {})
+    case = KernelCase("copy", build_launching, ({"block": 256},))
+    assert [t.reason for t in tune([case], SMALL, timer=timer)] == ["", "MemoryError: out of resource"]
+    case.build(SMALL, torch.Generator(), {"block": 256}).run()
+
+
 def test_the_default_stays_within_the_noise() -> None:
     trials = [Trial("copy", {}, 10.0), Trial("copy", {"block": 64}, 9.8)]
     assert best(trials) == {"copy": {}}

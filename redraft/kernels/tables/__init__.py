@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -63,7 +64,9 @@ H200 = Gpu("NVIDIA H200", sms=132, shared=232_448)  # where the defaults were me
 
 def current_gpu(device: torch.device | None = None) -> Gpu | None:
     """The GPU in use, None without one."""
-    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+    # Asked at every launch, and whether CUDA has started is known at once.
+    available = torch.cuda.is_initialized() or torch.cuda.is_available()
+    if not available or (device is not None and device.type != "cuda"):
         return None
     return _gpu(device if device is not None and device.index is not None else torch.cuda.current_device())
 
@@ -115,6 +118,18 @@ def smaller(settings: Settings) -> Settings | None:
 
 
 _ACCEPTED: dict[tuple[str, LaunchSettings], Any] = {}  # in the place of settings that were refused
+_as_given = False
+
+
+@contextmanager
+def as_given() -> Iterator[None]:
+    """Have a refused launch raise, whatever was accepted before: who measures settings wants no others."""
+    global _as_given
+    _as_given = True
+    try:
+        yield
+    finally:
+        _as_given = False
 
 
 def run(kernel: str, settings: Settings | None, default: Settings | None, launch: Callable[[Settings], object]) -> None:
@@ -126,13 +141,13 @@ def run(kernel: str, settings: Settings | None, default: Settings | None, launch
     if settings is None:
         assert default is not None, "settings or a default"
         settings = settings_for(kernel, default)
-    tried = _ACCEPTED.get((kernel, settings), settings)
+    tried = settings if _as_given else _ACCEPTED.get((kernel, settings), settings)
     while True:
         try:
             launch(tried)
             break
         except REFUSED:
-            less = smaller(tried)
+            less = None if _as_given else smaller(tried)
             if less is None:
                 raise
             tried = less
