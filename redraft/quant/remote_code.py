@@ -25,7 +25,7 @@ from redraft.store.write import Made, plan, write_checkpoint
 from redraft.version import __version__
 
 ENTRY, ENTRY_NAME, CLASS = "redraft.hf.remote", "modeling_redraft", "RedraftDiffusionGemma"
-COMPANION = "redraft.hf.companion"
+COMPANION = "redraft.files"
 AUTO_MAP = {"AutoModelForMultimodalLM": f"{ENTRY_NAME}.{CLASS}"}
 
 

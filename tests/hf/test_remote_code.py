@@ -210,16 +210,15 @@ def f():
 def test_a_file_that_a_module_reads_comes_along(tmp_path, monkeypatch):
     (tmp_path / "flat").mkdir()
     text = "__device__ void f() {}\n// \"quoted\" 'and' \\ escaped \N{GREEK SMALL LETTER MU}\n"
-    helpers = [f"{flat_name(name)}.py" for name in (COMPANION, "redraft.files")]
-    for name in helpers:
-        (tmp_path / "flat" / name).write_text(bundle()[name], encoding="utf-8")
+    helper = f"{flat_name(COMPANION)}.py"
+    (tmp_path / "flat" / helper).write_text(bundle()[helper], encoding="utf-8")
     reader = "from pathlib import Path\nSOURCE = Path(__file__).with_name('kernel.cu')\n"
     (tmp_path / "flat" / "kernel.py").write_text(reader + bringing({"kernel.cu": text}), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("flat.kernel")
     assert module.SOURCE.read_text("utf-8") == text
     files = sorted(p.name for p in (tmp_path / "flat").iterdir() if p.is_file())
-    assert files == sorted(["kernel.cu", "kernel.py", *helpers])
+    assert files == sorted(["kernel.cu", "kernel.py", helper])
     everything = "".join(bundle().values())
     sources = Path(redraft.__file__).with_name("kernels").glob("*.cu")
     assert all(f"bring(__file__, {path.name!r}, " in everything for path in sources)

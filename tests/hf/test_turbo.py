@@ -239,17 +239,12 @@ def test_the_report_says_why_kernels_do_not_run(plain, monkeypatch):
 # Sampling
 
 
-def sampler(batch: int, vocab: int, length: int, **settings: Any) -> FusedSampler:
+def sampler(vocab: int, length: int) -> FusedSampler:
     config = DiffusionGemmaGenerationConfig(
-        **{
-            "max_denoising_steps": 4,
-            "t_min": 0.4,
-            "t_max": 0.8,
-            "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1),
-            **settings,
-        }
+        max_denoising_steps=4, t_min=0.4, t_max=0.8, sampler_config=EntropyBoundSamplerConfig(entropy_bound=0.1)
     )
-    return FusedSampler(config, canvas_length=length, vocab_size=vocab, max_denoising_steps=4)
+    shapes = SimpleNamespace(canvas_length=length, text_config=SimpleNamespace(vocab_size=vocab))
+    return FusedSampler(SimpleNamespace(config=shapes), config)
 
 
 def test_statistics_are_those_of_the_capped_and_scaled_logits():
@@ -257,7 +252,7 @@ def test_statistics_are_those_of_the_capped_and_scaled_logits():
     raw = 20 * torch.randn(2, 3, 97)
     raw[0, 0, 5] = raw[0, 0, 50] = 90.0  # equal largest: the first one counts
     scaled = 30 * torch.tanh(raw.double() / 30) / (0.4 + 0.4 * 3 / 4)
-    one = sampler(2, 97, 3)
+    one = sampler(97, 3)
     probs = one.observe(raw.clone(), torch.zeros(2, dtype=torch.bool), 3, 30.0)
     exact = torch.softmax(scaled, -1)
     assert torch.equal(one.argmax, raw.argmax(-1))
@@ -273,7 +268,7 @@ def test_statistics_are_those_of_the_capped_and_scaled_logits():
 def test_draws_are_those_of_the_reference_and_rightly_distributed():
     """Three passes of one canvas and the first of the next, then chi-square of the reference over many seeds."""
     torch.manual_seed(0)
-    one, raw = sampler(2, 64, 3), 20 * torch.randn(2, 3, 64)
+    one, raw = sampler(64, 3), 20 * torch.randn(2, 3, 64)
     nobody = torch.zeros(2, dtype=torch.bool)
     for canvas, step in ((0, 1), (0, 2), (1, 1)):
         scaled = 30 * torch.tanh(raw / 30) / (0.4 + 0.4 * (5 - step) / 4)
@@ -290,7 +285,7 @@ def test_draws_are_those_of_the_reference_and_rightly_distributed():
 
 def test_passes_canvases_and_rows_draw_apart_and_finished_rows_stay():
     torch.manual_seed(0)
-    one, flat = sampler(2, 512, 3), torch.zeros(2, 3, 512)
+    one, flat = sampler(512, 3), torch.zeros(2, 3, 512)
     nobody, first = torch.tensor([False, False]), torch.tensor([True, False])
     draws = []
     for remaining in (4, 3, 4):  # the last one begins a canvas
