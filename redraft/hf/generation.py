@@ -9,8 +9,6 @@ from redraft.config import Tier
 from redraft.hf.layers import fuse_norms, join_projections, obstacle, restore
 from redraft.hf.sampling import EntropyOnceSampler, FusedSampler, denoising_step, stopping_criteria
 
-_HOOKS = ("_prepare_sampler", "_prepare_diffusion_stopping_criteria", "_denoising_step")
-
 
 def install(model: Any, tier: Tier) -> tuple[dict[str, str], dict[str, str]]:
     """Make `model.generate` run a tier, whatever tier ran before.
@@ -20,7 +18,7 @@ def install(model: Any, tier: Tier) -> tuple[dict[str, str], dict[str, str]]:
     replaced: dict[str, str] = {}
     kept = {"torch.compile": "not used with static caches: experts count their rows, which full graphs forbid"}
     model._compile_functions = MethodType(_run_uncompiled, model)
-    for name in _HOOKS:
+    for name in ("_prepare_sampler", "_prepare_diffusion_stopping_criteria", "_denoising_step"):
         model.__dict__.pop(name, None)
     restore(model)
     if tier == "off":

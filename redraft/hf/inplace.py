@@ -11,7 +11,7 @@ import torch
 from redraft.config import TIERS, ModelConfig, QuantSpec, Tier, check_choice
 from redraft.errors import UsageError
 from redraft.hf.adapter import base_model, merge_adapter
-from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, packed_spec, set_ties
+from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, set_ties
 from redraft.hf.generation import install
 from redraft.hf.quantizer import W4Config, W4Quantizer
 from redraft.network.weights import nbytes
@@ -52,7 +52,9 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
     """
     check_choice("tier", tier, TIERS)
     wrapped, model = model, base_model(model)
-    config, found = check_model(model), packed_spec(model)
+    config = check_model(model)
+    specs = {layer.experts.spec if isinstance(layer.experts, W4Experts) else None for layer, _ in layers(model)}
+    found = None if None in specs else specs.pop()
     if found is not None and spec not in (None, found):
         raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
     spec = found or spec or QuantSpec()
@@ -96,12 +98,11 @@ def _check_dense(model: Any) -> None:
 def _pack(model: Any, config: ModelConfig, spec: QuantSpec) -> None:
     for index, (decoder, encoder) in enumerate(layers(model)):
         dense = decoder.experts
-        packed = quantize_experts(
-            dense.gate_up_proj.detach(), dense.down_proj.detach(), spec, where=f"layer {index}: experts"
-        )
+        pair = dense.gate_up_proj.detach(), dense.down_proj.detach()
+        packed = quantize_experts(*pair, spec, where=f"layer {index}: experts")
         # The last references to the unpacked weights go here, before the next layer is packed.
-        del dense
-        decoder.experts = encoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
+        del dense, pair
+        decoder.experts = encoder.experts = W4Experts(config, spec, vars(packed)).adopt_kernels(model.dtype)
     set_ties(model)
     # So that `save_pretrained` writes the model as it does one that was loaded packed.
     method = W4Config(*dataclasses.astuple(spec))
@@ -111,9 +112,6 @@ def _pack(model: Any, config: ModelConfig, spec: QuantSpec) -> None:
 
 
 def _expert_bytes(model: Any) -> int:
-    total = 0
-    for layer, _ in layers(model):
-        total += sum(p.numel() * p.element_size() for p in layer.experts.parameters())
-        if isinstance(layer.experts, W4Experts):
-            total += nbytes(layer.experts.repacked)
-    return total
+    experts = [layer.experts for layer, _ in layers(model)]
+    repacked = sum(nbytes(e.repacked) for e in experts if isinstance(e, W4Experts))
+    return repacked + sum(p.nbytes for e in experts for p in e.parameters())

@@ -7,7 +7,7 @@ more. Where gradients are wanted every class does what transformers does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ _JOINED: dict[type, type] = {nn.Linear: JoinedLinear, **_ATTENTION}
 
 def fuse_norms(model: Any) -> int:
     """Change norms and layers of the text network to the fused classes; returns how many."""
-    return sum(_swap(module, _FUSED) for module in _text_modules(model))
+    return _swap(_text_modules(model), _FUSED)
 
 
 def join_projections(model: Any) -> str | None:
@@ -171,30 +171,28 @@ def join_projections(model: Any) -> str | None:
                 kind = "has a bias" if getattr(linear, "bias", None) is not None else f"is a {type(linear).__name__}"
                 return f"layer {layer.layer_idx}: {name} {kind}; adapters must be merged first"
     for layer in layers:
-        weights = [linear.weight for linear in projections(layer)]
+        linears = projections(layer)
+        weights = [linear.weight for linear in linears]
         if stacked(weights) is None:
             joined = torch.cat([weight.detach() for weight in weights])
             for weight, view in zip(weights, joined.split([len(w) for w in weights]), strict=True):
                 weight.data = view
-        for part, linear in enumerate(projections(layer)):
-            _swap(linear, _JOINED)
+        _swap([*linears, layer], _JOINED)
+        for part, linear in enumerate(linears):
             linear.part = part
-        _swap(layer, _JOINED)
     return None
 
 
 def restore(model: Any) -> None:
     """Give every module transformers' own class back. Joined weights stay joined: nobody else can tell."""
-    back = {fused: stock for stock, fused in (_FUSED | _JOINED).items()}
-    for module in model.modules():
-        _swap(module, back)
+    _swap(model.modules(), {fused: stock for stock, fused in (_FUSED | _JOINED).items()})
 
 
-def _swap(module: nn.Module, classes: dict[type, type]) -> bool:
-    found = classes.get(type(module))
-    if found is not None:
-        module.__class__ = found
-    return found is not None
+def _swap(modules: Iterable[nn.Module], classes: dict[type, type]) -> int:
+    found = [module for module in modules if type(module) in classes]
+    for module in found:
+        module.__class__ = classes[type(module)]
+    return len(found)
 
 
 def _text_modules(model: Any) -> Iterator[nn.Module]:

@@ -53,9 +53,7 @@ class W4Quantizer(HfQuantizer):
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
-    def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         config, names = check_model(model), [Path(file) for file in checkpoint_files or []]
         if not names or names[0].suffix != ".safetensors":
             raise UsageError("packed experts are loaded from a directory or hub id with safetensors; none were found")
@@ -83,7 +81,7 @@ class W4Quantizer(HfQuantizer):
                     what = "packed experts must fit the device their layer runs on"
                     raise UsageError(f"layer {index} is offloaded; {what}")
                 packed = packed_experts(self._files, index, spec, device)
-                decoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
+                decoder.experts = W4Experts(config, spec, vars(packed)).adopt_kernels(model.dtype)
             encoder.experts = decoder.experts.requires_grad_(False)
         self._files = None
         adopt_kernels(model)

@@ -8,8 +8,6 @@ of another version: each copy loads its own classes, and leaves transformers' re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -22,21 +20,6 @@ from redraft.hf.quantizer import W4Config, W4Quantizer
 from redraft.store.dg_w4a16 import FORMAT
 
 
-@contextmanager
-def _own_method() -> Iterator[None]:
-    """Within the block the method `dg-w4a16-v1` is that of this copy; afterwards as before."""
-    tables: tuple[dict[str, Any], ...] = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
-    before = [{FORMAT: table[FORMAT]} if FORMAT in table else {} for table in tables]
-    try:
-        for table, own in zip(tables, (W4Config, W4Quantizer), strict=True):
-            table[FORMAT] = own
-        yield
-    finally:
-        for table, found in zip(tables, before, strict=True):
-            del table[FORMAT]
-            table.update(found)
-
-
 class RedraftDiffusionGemma(DiffusionGemmaForBlockDiffusion):
     """transformers' DiffusionGemma with experts in 4 bits."""
 
@@ -46,8 +29,16 @@ class RedraftDiffusionGemma(DiffusionGemmaForBlockDiffusion):
     def from_pretrained(cls, *args: Any, tier: Tier = "turbo", **kwargs: Any) -> Any:
         """transformers' `from_pretrained`, and then `set_tier(tier)`. Raises UsageError for an unknown tier."""
         check_choice("tier", tier, TIERS)
-        with _own_method():
+        tables: tuple[dict[str, Any], ...] = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
+        before = [{FORMAT: table[FORMAT]} if FORMAT in table else {} for table in tables]
+        try:
+            for table, own in zip(tables, (W4Config, W4Quantizer), strict=True):
+                table[FORMAT] = own
             loaded = super().from_pretrained(*args, **kwargs)
+        finally:
+            for table, found in zip(tables, before, strict=True):
+                table.pop(FORMAT, None)
+                table.update(found)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.set_tier(tier)
         return loaded

@@ -35,6 +35,7 @@ class EntropyOnceSampler(EntropyBoundSampler):
     def __init__(self, model: Any, generation_config: Any):
         shapes = model.config.canvas_length, model.config.text_config.vocab_size
         super().__init__(generation_config.sampler_config, *shapes, generation_config.max_denoising_steps)
+        self._settings = generation_config
         # Each call has a generation config of its own, so calls in several threads do not meet.
         generation_config._entropy_sampler = self
 
@@ -73,7 +74,6 @@ class EntropyOnceStopping(DiffusionGemmaAdaptiveStopping):
         return sure & (self._equal >= self._settings.stability_threshold)
 
     def reset(self) -> None:
-        """Forget the earlier canvases."""
         self._earlier, self._equal = None, 0
 
 
@@ -96,11 +96,9 @@ class Probabilities:
         self._values = values
 
     def softmax(self, dim: int, dtype: torch.dtype) -> Probabilities:
-        """Themselves."""
         return self
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The probabilities as a tensor."""
         return self._values.to(dtype)
 
     def cpu(self) -> torch.Tensor:
@@ -111,10 +109,7 @@ class Probabilities:
 class FusedSampler(EntropyOnceSampler):
     """The sampler of one call of `generate`, with the statistics of its passes. B rows, C positions each."""
 
-    def __init__(self, model: Any, generation_config: Any):
-        super().__init__(model, generation_config)
-        self._settings = generation_config
-        self._slots: SlotState | None = None
+    _slots: SlotState | None = None
 
     def observe(self, logits: torch.Tensor, finished: torch.Tensor, remaining: int, softcap: float) -> Probabilities:
         """Take a pass's raw head outputs [B, C, V], which become the probabilities returned.
@@ -128,8 +123,7 @@ class FusedSampler(EntropyOnceSampler):
             share = torch.tensor(remaining, dtype=torch.int32) / settings.max_denoising_steps
             slots.temperature.fill_(float(settings.t_min + (settings.t_max - settings.t_min) * share))
         slots.done.copy_(finished)
-        if remaining == settings.max_denoising_steps:
-            slots.canvas_index += 1
+        slots.canvas_index += int(remaining == settings.max_denoising_steps)
         flat = logits.view(-1, logits.shape[-1])
         outputs = {name: getattr(self, name).view(-1) for name in ("draw", "argmax", "entropy", "confidence")}
         sample(flat, slots, self._lanes, softcap, **outputs, log_norm=self._log_norm)
