@@ -20,18 +20,16 @@ class Blocker:
 
 
 def results(model: Any) -> dict[str, Any]:
-    """Logits with self-conditioning, tokens, and parameters."""
+    """Logits with self-conditioning, and tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
     prompt = torch.tensor([[2, 30, 41]])
     vocab, length = model.config.text_config.vocab_size, model.config.canvas_length
     with torch.no_grad():
-        logits = model(
-            input_ids=prompt,
-            decoder_input_ids=torch.randint(0, vocab, (1, length), generator=generator),
-            self_conditioning_logits=torch.randn(1, length, vocab, generator=generator),
-        ).logits
+        canvas = torch.randint(0, vocab, (1, length), generator=generator)
+        before = torch.randn(1, length, vocab, generator=generator)
+        logits = model(input_ids=prompt, decoder_input_ids=canvas, self_conditioning_logits=before).logits
     torch.manual_seed(5)
     sequences = model.generate(prompt, max_new_tokens=length, max_denoising_steps=2, eos_token_id=[1]).sequences
     return {"logits": logits, "sequences": sequences}

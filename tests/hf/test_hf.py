@@ -15,15 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from parity import EXCUSED_MARGIN
+from parity import EXCUSED_MARGIN, smallest_margin
 from safetensors import safe_open
 from same_bits import assert_same_bits, from_pretrained, generate, load, same
 from tiny import dequantized, published_layout, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
-from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
-    EntropyBoundSampler,
-    EntropyBoundSamplerConfig,
-)
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
 
 import redraft
 from redraft.config import QuantSpec
@@ -60,22 +57,16 @@ def expert_tensors(model: Any) -> dict[str, torch.Tensor]:
 # Tokens
 
 
-def smallest_margin(model: Any, ids: torch.Tensor, seed: int, passes: int, monkeypatch: Any, settings: Any) -> float:
-    """Of the decisions stock transformers makes in the first `passes` passes: argmax, acceptance, stop."""
-    margins: list[float] = []
-    original = EntropyBoundSampler.accept_canvas
+def margin_of(model: Any, ids: torch.Tensor, seed: int, passes: int, monkeypatch: Any, **settings: Any) -> float:
+    """The smallest of the decisions that stock transformers makes in the first `passes` passes."""
+    margins, original = [], generation.EntropyBoundSampler.accept_canvas
 
     def accept_canvas(self: Any, current: Any, drawn: Any, logits: Any, step: Any) -> Any:
-        top = logits.topk(2, dim=-1).values
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
-        ordered = entropy.sort(dim=-1).values
-        slack = (ordered.cumsum(-1) - ordered - self.entropy_bound).abs()
-        confident = (entropy.mean(-1) - model.generation_config.confidence_threshold).abs()
-        margins.append(float(min((top[..., 0] - top[..., 1]).min(), slack.min(), confident.min())))
+        margins.append(smallest_margin(logits, self.entropy_bound, model.generation_config.confidence_threshold))
         return original(self, current, drawn, logits, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(EntropyBoundSampler, "accept_canvas", accept_canvas)
+        patch.setattr(generation.EntropyBoundSampler, "accept_canvas", accept_canvas)
         generate(model, ids, seed, **settings)
     return min(margins[:passes])
 
@@ -107,7 +98,7 @@ def test_forty_seeds_give_the_tokens_of_stock_transformers(demo, monkeypatch, re
         if not same(runs["off"], expected):
             pairs = zip(runs["off"][1], expected[1], strict=False)
             passes = 1 + next(i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b))
-            margin = smallest_margin(stock, ids, seed, passes, monkeypatch, {"max_new_tokens": 64})
+            margin = margin_of(stock, ids, seed, passes, monkeypatch, max_new_tokens=64)
             assert margin < EXCUSED_MARGIN, f"seed {seed}: differs at pass {passes} with every margin above {margin:g}"
             excused.append(f"seed {seed}: pass {passes}, margin {margin:.1e}")
     record_property("excused", excused)
@@ -124,13 +115,12 @@ SETTINGS = {"max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": [1], "atten
 def test_batches_caches_and_later_calls_with_other_settings(pair, tier, extra, monkeypatch):
     """In both exact tiers as in stock transformers, there without torch.compile, which draws other random numbers."""
     stock, packed = pair
-    uncompiled = lambda self, *fns: (self.model.encoder, self.forward, *fns)  # noqa: E731
-    # Not disable_compile, which the oldest transformers lacks.
-    monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "_compile_functions", uncompiled)
+    uncompiled = Mock(side_effect=lambda *fns: (stock.model.encoder, stock.forward, *fns))
+    monkeypatch.setattr(stock, "_compile_functions", uncompiled)  # disable_compile is not in the oldest transformers
     redraft.accelerate(packed, tier)
     for seed, bound in enumerate((0.1, 30.0, 2.0)):
         settings = {
-            **SETTINGS, **extra, "sampler_config": EntropyBoundSamplerConfig(entropy_bound=bound),
+            **SETTINGS, **extra, "sampler_config": generation.EntropyBoundSamplerConfig(entropy_bound=bound),
             "max_denoising_steps": 4 + seed, "stability_threshold": seed, "confidence_threshold": 3.0,
         }  # fmt: skip
         expected = generate(stock, BATCH, seed, **settings)
@@ -161,8 +151,7 @@ def test_a_cache_can_be_handed_on(pair):
             torch.manual_seed(3)
             first = model.generate(prompt, **settings)
             cache = first.cache if new else first.past_key_values
-            seen = cache.get_seq_length()
-            settings["attention_mask"] = torch.ones(1, seen + 3)
+            settings["attention_mask"] = torch.ones(1, cache.get_seq_length() + 3)
             results.append(model.generate(more, **{keyword: cache}, **settings).sequences)
         assert torch.equal(*results)
 
@@ -234,9 +223,8 @@ def test_saved_files_hold_one_copy_under_the_names_of_the_format(pair, tmp_path)
     packed.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118
-        assert sorted(names) == sorted(
-            [FENCE, *(f"model.decoder.layers.{i}.experts.{name}" for i in range(3) for name in PACKED_NAMES)]
-        )
+        experts = [f"model.decoder.layers.{i}.experts.{name}" for i in range(3) for name in PACKED_NAMES]
+        assert sorted(names) == sorted([FENCE, *experts])
         assert {file.get_tensor(n).dtype for n in names if n[-1] in "sz"} == {torch.float16}
 
 
@@ -281,10 +269,8 @@ def test_one_layer_of_unpacked_experts_at_a_time(monkeypatch):
 def test_report_says_what_was_replaced(pair):
     _, packed = pair
     off, turbo = redraft.accelerate(packed, "off"), redraft.accelerate(packed)
-    assert off.layers_packed == 0
-    assert off.spec == SPEC
-    assert "entropy" in off.kept
-    assert "norms, QKV and sampling" in off.kept
+    assert (off.layers_packed, off.spec) == (0, SPEC)
+    assert {"entropy", "norms, QKV and sampling"} <= set(off.kept)
     if obstacle(packed) is None:
         assert {"entropy", "norms", "QKV", "sampling"} < set(turbo.replaced)
     else:
@@ -322,8 +308,7 @@ def test_repacked_experts_are_recovered_bit_for_bit_and_saved(tmp_path):
 
 @pytest.mark.gpu
 def test_kernels_run_on_a_gpu():
-    path = find_checkpoint("demo")
-    model = load(path, dtype=torch.bfloat16, device_map="cuda").eval()
+    model = load(find_checkpoint("demo"), dtype=torch.bfloat16, device_map="cuda").eval()
     report = redraft.accelerate(model)
     assert "GPU kernels" in report.replaced["experts"]
     experts = model.model.decoder.layers[0].experts
