@@ -47,6 +47,10 @@ def in_a_new_process(*lines: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestRegistration:
+    def test_importing_redraft_loads_neither_torch_nor_transformers(self):
+        code = "import sys, redraft; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        assert in_a_new_process(code).returncode == 0
+
     @pytest.mark.parametrize("first", ["redraft", "transformers"])
     def test_import_redraft_is_enough(self, packed_dir: Path, first: str):
         """In either order, through the auto class, with nothing else imported by name."""

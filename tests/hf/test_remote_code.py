@@ -16,7 +16,7 @@ import pytest
 import torch
 from remote_runner import results
 from same_bits import assert_same_bits, assert_same_weights, from_pretrained, hub_snapshot
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model
 from transformers import AutoModelForMultimodalLM
 from transformers.quantizers import auto
 
@@ -43,17 +43,8 @@ SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_atte
 
 
 @pytest.fixture(scope="module")
-def packed_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("remote")
-    tiny_model(**SMALL).save_pretrained(path / "bf16")
-    tiny_tokenizer().save_pretrained(path / "bf16")
-    redraft.quantize(path / "bf16", path / "packed", SPEC)
-    return path / "packed"
-
-
-@pytest.fixture(scope="module")
-def exported(packed_dir):
-    target = packed_dir.parent / "model-1.5"  # what is no Python identifier must not matter
+def exported(packed_dir, tmp_path_factory):
+    target = tmp_path_factory.mktemp("remote") / "model-1.5"  # what is no Python identifier must not matter
     export_remote_code(packed_dir, target)
     return target
 
@@ -224,6 +215,6 @@ def test_options_that_do_not_go_together(capsys, packed_dir, tmp_path, options, 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unpacked_source_is_refused_with_the_command(packed_dir, tmp_path):
+def test_an_unpacked_source_is_refused_with_the_command(tiny_dir, tmp_path):
     with pytest.raises(CheckpointError, match=r"is not packed; run `redraft quantize .* PACKED` and export PACKED"):
-        export_remote_code(packed_dir.parent / "bf16", tmp_path / "out")
+        export_remote_code(tiny_dir, tmp_path / "out")
