@@ -34,3 +34,13 @@ def write_text(path: Path, text: str) -> None:
     """Write or replace a small file."""
     with replacing(path) as file:
         file.write(text)
+
+
+def bring(module_file: str, name: str, text: str) -> None:
+    """Write the file `name` beside a module of a checkpoint with its own code: transformers copies Python files alone.
+
+    One that is there already stays as it is. Several processes may do so at once.
+    """
+    target = Path(module_file).with_name(name)
+    if not target.exists() or target.read_text("utf-8") != text:
+        write_text(target, text)

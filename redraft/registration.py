@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 MODULE = "transformers.models.diffusion_gemma.modeling_diffusion_gemma"
 
@@ -20,19 +20,16 @@ MODULE = "transformers.models.diffusion_gemma.modeling_diffusion_gemma"
 class _Watcher(MetaPathFinder):
     """Finds MODULE as Python does, and imports `redraft.hf` once it has run."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == MODULE else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _register()
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _register()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -40,9 +37,8 @@ def _register() -> None:
     try:
         importlib.import_module("redraft.hf")
     except Exception as e:  # of any kind in another transformers; whoever wants its model alone still gets it
-        warnings.warn(
-            f"packed checkpoints cannot be loaded: Redraft does not fit this transformers ({e})", stacklevel=2
-        )
+        why = f"Redraft does not fit this transformers ({e})"
+        warnings.warn(f"packed checkpoints cannot be loaded: {why}", stacklevel=2)
 
 
 def watch() -> None:

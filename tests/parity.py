@@ -95,18 +95,19 @@ class _Trace:
         trace = self
 
         def take(rows: Rows, logits: torch.Tensor) -> None:
-            trace.margins.append(_margin(rows, logits))
+            scaled, own = logits / rows.state.temperature[:, None, None], rows.own
+            trace.margins.append(smallest_margin(scaled, own.entropy_bound[:, None], own.confidence_threshold))
             original(rows, logits)
             trace.argmax.append(rows.canvases.argmax.view(rows.canvas.shape).clone())
 
         patch.setattr(Rows, "take", take)
 
 
-def _margin(rows: Rows, logits: torch.Tensor) -> float:
-    own, scaled = rows.own, logits / rows.state.temperature[:, None, None]
+def smallest_margin(scaled: torch.Tensor, bound: Any, confidence: Any) -> float:
+    """Of a pass's decisions: argmax, acceptance by the bound in nats, a number or [B, 1], and stop."""
     top = scaled.topk(2, dim=-1).values
     entropy = torch.distributions.Categorical(logits=scaled, validate_args=False).entropy()
     ordered = entropy.sort(dim=-1).values
-    slack = (ordered.cumsum(-1) - ordered - own.entropy_bound[:, None]).abs()
-    confident = (entropy.mean(-1) - own.confidence_threshold).abs()
+    slack = (ordered.cumsum(-1) - ordered - bound).abs()
+    confident = (entropy.mean(-1) - confidence).abs()
     return float(min((top[..., 0] - top[..., 1]).min(), slack.min(), confident.min()))

@@ -76,7 +76,7 @@ class Models:
         return self._loaded[key]
 
     def _transformers(self, name: str, weights: WeightFormat | None, tier: Tier) -> Any:
-        from redraft.hf.twin import twin
+        from redraft.hf.experts import twin
 
         key = (name, weights, tier)
         if key not in self._loaded:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.quant.lora import Factors, assign, merge, one_sided, read_adapter
+from redraft.quant.lora import assign, merge, one_sided, read_adapter
 from redraft.store.names import canonical_name
 
 
@@ -24,6 +24,7 @@ def base_model(model: Any) -> Any:
     return model.base_model.model if hasattr(model, "get_base_model") else model
 
 
+@torch.no_grad()
 def merge_adapter(model: Any) -> int:
     """Merge the active adapter of a PEFT model into its base model in place and take the adapter's layers out.
 
@@ -52,9 +53,15 @@ def merge_adapter(model: Any) -> int:
                 f"the adapter cannot be merged: {str(e).replace(f'{place}/', '')}. To use it as it is, accelerate the "
                 "model without it with tier 'bitexact' and load it on the result"
             ) from None
-        _check_weights({key: weights[key] for key in targets})
+        for key in targets:
+            if any(weight.is_meta for weight in weights[key]):
+                raise UsageError(f"{key} is offloaded; load the model where it fits before merging an adapter")
+            if not all(torch.equal(weights[key][0], other) for other in weights[key][1:]):
+                raise UsageError(f"{key} differs between encoder and decoder, to which the network ties it")
         for key, (first, *_) in targets.items():
-            _merge_into(weights[key], first)
+            merged = merge(weights[key][0], first)
+            for weight in weights[key]:
+                weight.copy_(merged)
     model.unload()
     return len(targets)
 
@@ -76,18 +83,3 @@ def _weights(base: Any) -> dict[str, list[torch.Tensor]]:
         if not any(parameter is other for other in same):
             same.append(parameter)
     return weights
-
-
-def _check_weights(weights: Mapping[str, list[torch.Tensor]]) -> None:
-    for name, (first, *others) in weights.items():
-        if any(weight.is_meta for weight in (first, *others)):
-            raise UsageError(f"{name} is offloaded; load the model where it fits before merging an adapter")
-        if not all(torch.equal(first, other) for other in others):
-            raise UsageError(f"{name} differs between encoder and decoder, to which the network ties it")
-
-
-@torch.no_grad()
-def _merge_into(weights: list[torch.Tensor], factors: Factors) -> None:
-    merged = merge(weights[0], factors)
-    for weight in weights:
-        weight.copy_(merged)

@@ -6,7 +6,8 @@ date beside it, for loading and saving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,22 +29,14 @@ _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
 def check_model(model: Any) -> ModelConfig:
     """The shapes of a model of transformers' class. Raises UsageError for any other class."""
     if not isinstance(model, DiffusionGemmaForBlockDiffusion):
-        raise UsageError(
-            f"the model is a {type(model).__name__}, expected a loaded DiffusionGemmaForBlockDiffusion "
-            "(merge or unwrap adapters first)"
-        )
+        wanted = "a loaded DiffusionGemmaForBlockDiffusion (merge or unwrap adapters first)"
+        raise UsageError(f"the model is a {type(model).__name__}, expected {wanted}")
     return ModelConfig.from_dict(model.config.to_dict(), "the model's config")
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Any]]:
     """(decoder layer, encoder layer) of every depth."""
     return zip(model.model.decoder.layers, model.model.encoder.language_model.layers, strict=True)
-
-
-def packed_spec(model: Any) -> QuantSpec | None:
-    """Group sizes of a model whose experts are all packed by Redraft; None of any other."""
-    experts = [layer.experts for layer, _ in layers(model)]
-    return experts[0].spec if all(isinstance(e, W4Experts) for e in experts) else None
 
 
 class W4Experts(nn.Module):
@@ -53,40 +46,28 @@ class W4Experts(nn.Module):
     run, the same numbers in their layout as `repacked` and no parameters.
     """
 
-    def __init__(self, config: ModelConfig, spec: QuantSpec):
+    def __init__(self, config: ModelConfig, spec: QuantSpec, tensors: Mapping[str, torch.Tensor] | None = None):
         super().__init__()
         self.config, self.spec = config, spec
         self.num_experts = config.num_experts
         self.repacked: RepackedExperts | None = None
+        for name, tensor in (tensors or {}).items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     @classmethod
     def empty(cls, config: ModelConfig, spec: QuantSpec) -> W4Experts:
         """Parameters on the meta device, to be filled by transformers' loader."""
-        module = cls(config, spec)
-        for name, (dtype, shape) in dg_w4a16.packed_shapes(config, spec).items():
-            module._set(name, torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
-        return module
+        shapes = dg_w4a16.packed_shapes(config, spec)
+        return cls(config, spec, {k: torch.empty(s, dtype=_DTYPES[d], device="meta") for k, (d, s) in shapes.items()})
 
-    @classmethod
-    def holding(cls, packed: PackedExperts, config: ModelConfig, spec: QuantSpec, dtype: torch.dtype) -> W4Experts:
-        """Experts for a network of `dtype`, in the kernels' layout where those cover them."""
-        module = cls(config, spec)
-        for name in PACKED_NAMES:
-            module._set(name, getattr(packed, name))
-        module.adopt_kernels(dtype)
-        return module
-
-    def _set(self, name: str, tensor: torch.Tensor) -> None:
-        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-    def adopt_kernels(self, dtype: torch.dtype) -> None:
-        """Change to the kernels' layout where they cover device, dtype and shapes."""
-        if not self._parameters or not self.gu_q.is_cuda or dtype != torch.bfloat16 or not HAS_TRITON:
-            return
-        if gemm_tiles(self.config, self.spec) is not None:
+    def adopt_kernels(self, dtype: torch.dtype) -> W4Experts:
+        """Change to the kernels' layout where they cover device, shapes and the network's dtype; returns itself."""
+        covered = self._parameters and self.gu_q.is_cuda and dtype == torch.bfloat16 and HAS_TRITON
+        if covered and gemm_tiles(self.config, self.spec) is not None:
             self.repacked = repack(self.packed(), self.config, self.spec)
             for name in PACKED_NAMES:
                 delattr(self, name)
+        return self
 
     def packed(self) -> PackedExperts:
         """The tensors of the file format, recovered from the kernels' layout where that is in use."""
@@ -121,9 +102,26 @@ def set_ties(model: Any) -> None:
     A pattern that matches nothing is an error there, and one that is missing leaves the encoder's copy uninitialised.
     """
     inner = model.model
-    names = list(inner.decoder.layers[0].experts._parameters)
     ties = {k: v for k, v in type(inner)._tied_weights_keys.items() if not k.endswith("gate_up_proj")}
-    for name in names:
+    for name in inner.decoder.layers[0].experts._parameters:
         ties[rf"encoder.language_model.layers\.\d+\.experts\.{name}$"] = rf"decoder.layers\.\d+\.experts\.{name}$"
     inner._tied_weights_keys = ties
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def adopt_kernels(model: Any) -> None:
+    """Change packed experts to the kernels' layout where those cover them: the model may be on a GPU only now."""
+    for layer, _ in layers(model):
+        layer.experts.adopt_kernels(model.dtype)
+    set_ties(model)
+
+
+def twin(model: Any) -> Any:
+    """A copy of transformers' model whose modules are its own and whose parameters and buffers are the same tensors.
+
+    Packed experts are shared whole. What is then installed in one of the two leaves the other as it is, so that two
+    tiers run side by side for the memory of one.
+    """
+    shared: list[Any] = [*model.parameters(), *model.buffers()]
+    shared += [module for module in model.modules() if isinstance(module, W4Experts)]
+    return copy.deepcopy(model, {id(each): each for each in shared})

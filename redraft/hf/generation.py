@@ -5,12 +5,9 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from redraft.config import DecodeSettings, Tier
-from redraft.hf.entropy_once import EntropyOnceSampler, EntropyOnceStopping
+from redraft.config import Tier
 from redraft.hf.layers import fuse_norms, join_projections, obstacle, restore
-from redraft.hf.sampling import FusedSampler, denoising_step
-
-_HOOKS = ("_prepare_sampler", "_prepare_diffusion_stopping_criteria", "_denoising_step")
+from redraft.hf.sampling import EntropyOnceSampler, FusedSampler, denoising_step, stopping_criteria
 
 
 def install(model: Any, tier: Tier) -> tuple[dict[str, str], dict[str, str]]:
@@ -21,27 +18,28 @@ def install(model: Any, tier: Tier) -> tuple[dict[str, str], dict[str, str]]:
     replaced: dict[str, str] = {}
     kept = {"torch.compile": "not used with static caches: experts count their rows, which full graphs forbid"}
     model._compile_functions = MethodType(_run_uncompiled, model)
-    for name in _HOOKS:
+    for name in ("_prepare_sampler", "_prepare_diffusion_stopping_criteria", "_denoising_step"):
         model.__dict__.pop(name, None)
     restore(model)
-    fused = tier == "turbo" and _fuse(model, replaced, kept)
-    if tier != "turbo":
-        kept["norms, QKV and sampling"] = "transformers' own; tier turbo fuses them"
     if tier == "off":
         kept["entropy"] = "computed twice a pass as in transformers; tiers bitexact and turbo compute it once"
     else:
-        _set_hooks(model, fused)
+        model._prepare_sampler = MethodType(EntropyOnceSampler, model)
+        model._prepare_diffusion_stopping_criteria = MethodType(stopping_criteria, model)
         replaced["entropy"] = "computed once a pass for acceptance and stop test; the same tokens"
-    if fused:
-        replaced["entropy"] = "computed once a pass, with the sampling"
+    if tier != "turbo":
+        kept["norms, QKV and sampling"] = "transformers' own; tier turbo fuses them"
+    elif (reason := obstacle(model)) is not None:
+        kept["norms, QKV and sampling"] = f"transformers' own, because {reason}"
+    else:
+        _fuse(model, replaced, kept)
     return replaced, kept
 
 
-def _fuse(model: Any, replaced: dict[str, str], kept: dict[str, str]) -> bool:
-    reason = obstacle(model)
-    if reason is not None:
-        kept["norms, QKV and sampling"] = f"transformers' own, because {reason}"
-        return False
+def _fuse(model: Any, replaced: dict[str, str], kept: dict[str, str]) -> None:
+    model._prepare_sampler = MethodType(FusedSampler, model)
+    model._denoising_step = MethodType(denoising_step, model)
+    replaced["entropy"] = "computed once a pass, with the sampling"
     replaced["norms"] = f"{fuse_norms(model)} norms and layers, with residual sums and routing, run by GPU kernels"
     reason = join_projections(model)
     if reason is None:
@@ -50,42 +48,6 @@ def _fuse(model: Any, replaced: dict[str, str], kept: dict[str, str]) -> bool:
         kept["QKV"] = f"separate products, because of {reason}"
     replaced["sampling"] = "draw, argmax, entropy and self-conditioning in two launches over the vocabulary"
     kept["sampling with the caller's own logits processors"] = "transformers' own, in calls that pass some"
-    return True
-
-
-def _set_hooks(model: Any, fused: bool) -> None:
-    model._prepare_sampler = MethodType(_prepare_fused_sampler if fused else _prepare_entropy_once_sampler, model)
-    model._prepare_diffusion_stopping_criteria = MethodType(_prepare_diffusion_stopping_criteria, model)
-    if fused:
-        model._denoising_step = MethodType(denoising_step, model)
-
-
-def _prepare_entropy_once_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
-    return _prepare(EntropyOnceSampler, generation_config.sampler_config, model, generation_config)
-
-
-def _prepare_fused_sampler(model: Any, generation_config: Any) -> EntropyOnceSampler:
-    return _prepare(FusedSampler, generation_config, model, generation_config)
-
-
-def _prepare(kind: type[EntropyOnceSampler], config: Any, model: Any, generation_config: Any) -> EntropyOnceSampler:
-    sampler = kind(
-        config,
-        canvas_length=model.config.canvas_length,
-        vocab_size=model.config.text_config.vocab_size,
-        max_denoising_steps=generation_config.max_denoising_steps,
-    )
-    # Each call has a generation config of its own, so calls in several threads do not meet.
-    generation_config._entropy_sampler = sampler
-    return sampler
-
-
-def _prepare_diffusion_stopping_criteria(model: Any, generation_config: Any) -> EntropyOnceStopping | None:
-    stability, confidence = generation_config.stability_threshold, generation_config.confidence_threshold
-    if stability is None or confidence is None:
-        return None
-    settings = DecodeSettings(stability_threshold=stability, confidence_threshold=confidence)
-    return EntropyOnceStopping(settings, generation_config._entropy_sampler)
 
 
 def _run_uncompiled(model: Any, sampler: Any, stopping: Any) -> tuple[Any, Any, Any, Any]:

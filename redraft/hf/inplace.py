@@ -11,9 +11,9 @@ import torch
 from redraft.config import TIERS, ModelConfig, QuantSpec, Tier, check_choice
 from redraft.errors import UsageError
 from redraft.hf.adapter import base_model, merge_adapter
-from redraft.hf.experts import W4Experts, check_model, layers, packed_spec, set_ties
+from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, set_ties
 from redraft.hf.generation import install
-from redraft.hf.quantizer import mark
+from redraft.hf.quantizer import W4Config, W4Quantizer
 from redraft.network.weights import nbytes
 from redraft.quant.rtn import quantize_experts
 
@@ -53,27 +53,30 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
     check_choice("tier", tier, TIERS)
     wrapped, model = model, base_model(model)
     config = check_model(model)
-    found = packed_spec(model)
+    specs = {layer.experts.spec if isinstance(layer.experts, W4Experts) else None for layer, _ in layers(model)}
+    found = None if None in specs else specs.pop()
+    if found is not None and spec not in (None, found):
+        raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
+    spec = found or spec or QuantSpec()
     if found is None:
-        spec = spec or QuantSpec()
         spec.check(config)
         _check_dense(model)
-        merged = merge_adapter(wrapped)
-        before = _expert_bytes(model)
+    merged = merge_adapter(wrapped)
+    before = _expert_bytes(model)
+    if found is None:
         _pack(model, config, spec)
-        mark(model, spec)
     else:
-        if spec is not None and spec != found:
-            raise UsageError(f"the experts are packed with {found} already, not {spec}; load the BF16 model again")
-        merged = merge_adapter(wrapped)
-        spec, before = found, _expert_bytes(model)
-        for layer, _ in layers(model):
-            layer.experts.adopt_kernels(model.dtype)  # the model may have moved to a GPU since
-        set_ties(model)
+        adopt_kernels(model)
     replaced, kept = install(model, tier)
     if merged:
         replaced["adapter"] = f"merged into {merged} weights, in fp32; its layers are gone"
-    return _report(model, tier, spec, config.num_layers if found is None else 0, before, replaced, kept)
+    kernels = model.model.decoder.layers[0].experts.repacked is not None
+    path = "GPU kernels" if kernels else "torch's operations, dequantising one expert at a time"
+    groups = f"groups of {spec.group_gate_up} (gate and up) and {spec.group_down} (down)"
+    replaced = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}", **replaced}
+    kept = {"attention, dense MLP, router, embedding": "transformers' own, in the model's dtype", **kept}
+    packed = config.num_layers if found is None else 0
+    return AccelerateReport(tier, spec, packed, before, _expert_bytes(model), replaced, kept)
 
 
 def _check_dense(model: Any) -> None:
@@ -95,36 +98,20 @@ def _check_dense(model: Any) -> None:
 def _pack(model: Any, config: ModelConfig, spec: QuantSpec) -> None:
     for index, (decoder, encoder) in enumerate(layers(model)):
         dense = decoder.experts
-        packed = quantize_experts(
-            dense.gate_up_proj.detach(), dense.down_proj.detach(), spec, where=f"layer {index}: experts"
-        )
+        pair = dense.gate_up_proj.detach(), dense.down_proj.detach()
+        packed = quantize_experts(*pair, spec, where=f"layer {index}: experts")
         # The last references to the unpacked weights go here, before the next layer is packed.
-        del dense
-        decoder.experts = encoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
+        del dense, pair
+        decoder.experts = encoder.experts = W4Experts(config, spec, vars(packed)).adopt_kernels(model.dtype)
     set_ties(model)
+    # So that `save_pretrained` writes the model as it does one that was loaded packed.
+    method = W4Config(*dataclasses.astuple(spec))
+    model.hf_quantizer = W4Quantizer(method)
+    model.is_quantized, model.quantization_method = True, method.quant_method
+    model.config.quantization_config = method
 
 
 def _expert_bytes(model: Any) -> int:
-    total = 0
-    for layer, _ in layers(model):
-        total += sum(p.numel() * p.element_size() for p in layer.experts.parameters())
-        if isinstance(layer.experts, W4Experts):
-            total += nbytes(layer.experts.repacked)
-    return total
-
-
-def _report(
-    model: Any,
-    tier: Tier,
-    spec: QuantSpec,
-    layers: int,
-    before: int,
-    replaced: dict[str, str],
-    kept: dict[str, str],
-) -> AccelerateReport:
-    kernels = model.model.decoder.layers[0].experts.repacked is not None
-    path = "GPU kernels" if kernels else "torch's operations, dequantising one expert at a time"
-    groups = f"groups of {spec.group_gate_up} (gate and up) and {spec.group_down} (down)"
-    experts = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}"}
-    rest = {"attention, dense MLP, router, embedding": "transformers' own, in the model's dtype"}
-    return AccelerateReport(tier, spec, layers, before, _expert_bytes(model), experts | replaced, rest | kept)
+    experts = [layer.experts for layer, _ in layers(model)]
+    repacked = sum(nbytes(e.repacked) for e in experts if isinstance(e, W4Experts))
+    return repacked + sum(p.nbytes for e in experts for p in e.parameters())

@@ -7,7 +7,7 @@ more. Where gradients are wanted every class does what transformers does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,16 +53,12 @@ class FusedNorm(DiffusionGemmaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.requires_grad:
             return super().forward(hidden_states)
-        return _norm(hidden_states, self.weight if self.with_scale else None, self.eps)
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    # Heads of a slice of the QKV product lie side by side in rows of the whole product.
-    rows = x.flatten(0, -3) if x.ndim == 4 and x.stride(-2) == width and x.stride(-1) == 1 else x.reshape(-1, width)
-    rms_norm_into(rows, weight, eps, out.view(rows.shape))
-    return out
+        x, width = hidden_states, hidden_states.shape[-1]
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # Heads of a slice of the QKV product lie side by side in rows of the whole product.
+        rows = x.flatten(0, -3) if x.ndim == 4 and x.stride(-2) == width and x.stride(-1) == 1 else x.reshape(-1, width)
+        rms_norm_into(rows, self.weight if self.with_scale else None, self.eps, out.view(rows.shape))
+        return out
 
 
 class JoinedLinear(nn.Linear):
@@ -87,16 +83,8 @@ class _JoinedAttention:
         if joined is not None:
             product = F.linear(hidden_states, joined)
             hidden_states = hidden_states.view_as(hidden_states)
-            hidden_states._redraft_qkv = product.split([w.shape[0] for w in weights], dim=-1)  # type: ignore[attr-defined]
+            hidden_states._redraft_qkv = product.split([len(w) for w in weights], dim=-1)  # type: ignore[attr-defined]
         return super().forward(hidden_states=hidden_states, **kwargs)  # type: ignore[misc]
-
-
-class JoinedEncoderAttention(_JoinedAttention, DiffusionGemmaEncoderTextAttention):
-    """transformers' encoder attention on one product."""
-
-
-class JoinedDecoderAttention(_JoinedAttention, DiffusionGemmaDecoderTextAttention):
-    """transformers' decoder attention on one product."""
 
 
 class _FusedLayer:
@@ -112,14 +100,6 @@ class _FusedLayer:
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).clone()
         _feed_forward(layer, x, attended.reshape(x.shape))
         return x.view(hidden_states.shape)
-
-
-class FusedEncoderLayer(_FusedLayer, DiffusionGemmaEncoderTextLayer):
-    """transformers' encoder layer, fused around attention, MLP and experts."""
-
-
-class FusedDecoderLayer(_FusedLayer, DiffusionGemmaDecoderTextLayer):
-    """transformers' decoder layer, fused around attention, MLP and experts."""
 
 
 def _feed_forward(layer: Any, x: torch.Tensor, delta: torch.Tensor) -> None:
@@ -163,21 +143,20 @@ def _experts(
     return out, slots.slot_of, routing
 
 
-_FUSED: dict[type, type] = {
-    DiffusionGemmaRMSNorm: FusedNorm,
-    DiffusionGemmaEncoderTextLayer: FusedEncoderLayer,
-    DiffusionGemmaDecoderTextLayer: FusedDecoderLayer,
-}
-_JOINED: dict[type, type] = {
-    DiffusionGemmaEncoderTextAttention: JoinedEncoderAttention,
-    DiffusionGemmaDecoderTextAttention: JoinedDecoderAttention,
-    nn.Linear: JoinedLinear,
-}
+def _over(forward: type, *classes: type) -> dict[type, type]:
+    """Each of transformers' classes -> the same with the given forward before its own."""
+    return {stock: type(forward.__name__ + stock.__name__, (forward, stock), {}) for stock in classes}
+
+
+_ATTENTION = _over(_JoinedAttention, DiffusionGemmaEncoderTextAttention, DiffusionGemmaDecoderTextAttention)
+_LAYERS = _over(_FusedLayer, DiffusionGemmaEncoderTextLayer, DiffusionGemmaDecoderTextLayer)
+_FUSED: dict[type, type] = {DiffusionGemmaRMSNorm: FusedNorm, **_LAYERS}
+_JOINED: dict[type, type] = {nn.Linear: JoinedLinear, **_ATTENTION}
 
 
 def fuse_norms(model: Any) -> int:
     """Change norms and layers of the text network to the fused classes; returns how many."""
-    return sum(_swap(module, _FUSED) for module in _text_modules(model))
+    return _swap(_text_modules(model), _FUSED)
 
 
 def join_projections(model: Any) -> str | None:
@@ -185,7 +164,7 @@ def join_projections(model: Any) -> str | None:
 
     Parameters stay what they are, as views of the joined tensor: memory grows by one layer's while it is joined.
     """
-    layers = [m for m in _text_modules(model) if type(m) in _JOINED and not isinstance(m, nn.Linear)]
+    layers = [module for module in _text_modules(model) if type(module) in _ATTENTION]
     for layer in layers:
         for name, linear in zip(_PROJECTIONS, projections(layer), strict=False):
             if type(linear) not in (nn.Linear, JoinedLinear) or linear.bias is not None:
@@ -193,26 +172,27 @@ def join_projections(model: Any) -> str | None:
                 return f"layer {layer.layer_idx}: {name} {kind}; adapters must be merged first"
     for layer in layers:
         linears = projections(layer)
-        _join([linear.weight for linear in linears])
+        weights = [linear.weight for linear in linears]
+        if stacked(weights) is None:
+            joined = torch.cat([weight.detach() for weight in weights])
+            for weight, view in zip(weights, joined.split([len(w) for w in weights]), strict=True):
+                weight.data = view
+        _swap([*linears, layer], _JOINED)
         for part, linear in enumerate(linears):
-            _swap(linear, _JOINED)
             linear.part = part
-        _swap(layer, _JOINED)
     return None
 
 
 def restore(model: Any) -> None:
     """Give every module transformers' own class back. Joined weights stay joined: nobody else can tell."""
-    back = {fused: stock for stock, fused in (_FUSED | _JOINED).items()}
-    for module in model.modules():
-        _swap(module, back)
+    _swap(model.modules(), {fused: stock for stock, fused in (_FUSED | _JOINED).items()})
 
 
-def _swap(module: nn.Module, classes: dict[type, type]) -> bool:
-    found = classes.get(type(module))
-    if found is not None:
-        module.__class__ = found
-    return found is not None
+def _swap(modules: Iterable[nn.Module], classes: dict[type, type]) -> int:
+    found = [module for module in modules if type(module) in classes]
+    for module in found:
+        module.__class__ = classes[type(module)]
+    return len(found)
 
 
 def _text_modules(model: Any) -> Iterator[nn.Module]:
@@ -229,20 +209,10 @@ def projections(attention: Any) -> list[Any]:
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The matrices [N_i, K] as one [sum N_i, K] without a copy, or None where they do not follow each other."""
     first = weights[0]
-    following = first.data_ptr()
+    following, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for weight in weights:
-        if (
-            weight.data_ptr() != following
-            or not weight.is_contiguous()
-            or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        ):
+        own = weight.untyped_storage().data_ptr()
+        if weight.data_ptr() != following or own != storage or not weight.is_contiguous():
             return None
-        following += weight.numel() * weight.element_size()
-    return first.detach().as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), first.stride())
-
-
-def _join(weights: Sequence[nn.Parameter]) -> None:
-    if stacked(weights) is None:
-        joined = torch.cat([weight.detach() for weight in weights])
-        for weight, view in zip(weights, joined.split([weight.shape[0] for weight in weights]), strict=True):
-            weight.data = view
+        following += weight.nbytes
+    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from redraft.config import QuantSpec
 from redraft.errors import UsageError
-from redraft.hf.experts import W4Experts, check_model, layers, set_ties
+from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, set_ties
 from redraft.hf.generation import install
 from redraft.quant.rtn import packed_experts
 from redraft.store import dg_w4a16
@@ -21,7 +20,6 @@ from redraft.store.names import packed_name
 from redraft.store.read import CheckpointFiles, open_checkpoint
 
 
-@register_quantization_config(dg_w4a16.FORMAT)
 class W4Config(QuantizationConfigMixin):
     """`from_pretrained(..., quantization_config=W4Config())`: packs BF16 experts while loading, or reads packed ones.
 
@@ -38,7 +36,6 @@ class W4Config(QuantizationConfigMixin):
         return QuantSpec(self.group_gate_up, self.group_down)
 
 
-@register_quantizer(dg_w4a16.FORMAT)
 class W4Quantizer(HfQuantizer):
     """Loads and saves packed experts.
 
@@ -51,23 +48,21 @@ class W4Quantizer(HfQuantizer):
     requires_calibration = False
     is_trainable = False
     quantization_config: W4Config
-
-    def __init__(self, quantization_config: W4Config, **kwargs: Any):
-        super().__init__(quantization_config, **kwargs)
-        self._files: CheckpointFiles | None = None
+    _files: CheckpointFiles | None = None  # while loading: where experts are that transformers does not read
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
-    def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> Any:
-        config, names = check_model(model), checkpoint_files or []
-        files = _open_files(names)
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
+        config, names = check_model(model), [Path(file) for file in checkpoint_files or []]
+        if not names or names[0].suffix != ".safetensors":
+            raise UsageError("packed experts are loaded from a directory or hub id with safetensors; none were found")
+        files = open_checkpoint(names[0].parent)
         spec = files.spec or self.quantization_config.spec()
         spec.check(config)
         self.quantization_config.group_gate_up, self.quantization_config.group_down = dataclasses.astuple(spec)
-        complete = self.pre_quantized and _holds_packed_experts(files, names)
+        held = {place.file.name for places in files.text.values() for place in places}
+        complete = self.pre_quantized and files.format == dg_w4a16.FORMAT and held <= {file.name for file in names}
         self._files = None if complete else files
         # Read afterwards, or there for a transformers without Redraft: nothing to complain about.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
@@ -83,15 +78,13 @@ class W4Quantizer(HfQuantizer):
             if self._files is not None:
                 device = decoder.router.proj.weight.device
                 if device.type == "meta":
-                    raise UsageError(
-                        f"layer {index} is offloaded; packed experts must fit the device their layer runs on"
-                    )
+                    what = "packed experts must fit the device their layer runs on"
+                    raise UsageError(f"layer {index} is offloaded; {what}")
                 packed = packed_experts(self._files, index, spec, device)
-                decoder.experts = W4Experts.holding(packed, config, spec, model.dtype)
-            decoder.experts.requires_grad_(False).adopt_kernels(model.dtype)
-            encoder.experts = decoder.experts
+                decoder.experts = W4Experts(config, spec, vars(packed)).adopt_kernels(model.dtype)
+            encoder.experts = decoder.experts.requires_grad_(False)
         self._files = None
-        set_ties(model)
+        adopt_kernels(model)
         install(model, "off")
         return model
 
@@ -104,25 +97,3 @@ class W4Quantizer(HfQuantizer):
                     state[packed_name(index, name)] = tensor.cpu()
         state[dg_w4a16.FENCE] = torch.empty(0, dtype=torch.uint8)
         return state, {}
-
-
-def _open_files(checkpoint_files: list[str]) -> CheckpointFiles:
-    if not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
-        raise UsageError("packed experts are loaded from a directory or hub id with safetensors; none were found")
-    return open_checkpoint(Path(checkpoint_files[0]).parent)
-
-
-def _holds_packed_experts(files: CheckpointFiles, checkpoint_files: list[str]) -> bool:
-    """Whether the files that transformers reads have the packed experts in them."""
-    read = {Path(file).name for file in checkpoint_files}
-    return files.format == dg_w4a16.FORMAT and all(
-        place.file.name in read for places in files.text.values() for place in places
-    )
-
-
-def mark(model: Any, spec: QuantSpec) -> None:
-    """Make `save_pretrained` write a model packed in place as it does one that was loaded packed."""
-    config = W4Config(*dataclasses.astuple(spec))
-    model.hf_quantizer = W4Quantizer(config)
-    model.is_quantized, model.quantization_method = True, config.quant_method
-    model.config.quantization_config = config

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from redraft.store.write import Made, plan, write_checkpoint
 from redraft.version import __version__
 
 ENTRY, ENTRY_NAME, CLASS = "redraft.hf.remote", "modeling_redraft", "RedraftDiffusionGemma"
-COMPANION = "redraft.hf.companion"
+COMPANION = "redraft.files"
 AUTO_MAP = {"AutoModelForMultimodalLM": f"{ENTRY_NAME}.{CLASS}"}
 
 
@@ -71,16 +70,14 @@ def export_remote_code(
 
 def bundle() -> dict[str, str]:
     """File name -> source of the entry module and of every module of Redraft that it needs."""
-    sources = {name: _source(name) for name in needed_modules(ENTRY)}
-    files = {
-        f"{flat_name(name)}.py": _header(name) + rewritten(text) + bringing(_companions(name))
-        for name, text in sources.items()
-    }
-    others = sorted(flat_name(name) for name in sources if name != ENTRY)
-    named = "".join(f"from .{name} import __name__ as _  # noqa: F401\n" for name in others)
-    files[f"{ENTRY_NAME}.py"] += (
-        "\n\n# transformers copies the files that it finds named in the entry module in this form.\n" + named
-    )
+    head = f"of Redraft {__version__} (Apache-2.0), written by `redraft export --remote-code`.\n"
+    needed = needed_modules(ENTRY)
+    files = {}
+    for name in needed:
+        files[f"{flat_name(name)}.py"] = f"# {name} {head}" + rewritten(_source(name)) + bringing(_companions(name))
+    named = [f"from .{name} import __name__ as _  # noqa: F401\n" for name in sorted(map(flat_name, needed[1:]))]
+    note = "\n\n# transformers copies the files that it finds named in the entry module in this form.\n"
+    files[f"{ENTRY_NAME}.py"] += note + "".join(named)
     return files
 
 
@@ -89,8 +86,13 @@ def needed_modules(entry: str) -> list[str]:
     found = [entry, COMPANION]
     for module in found:
         for node in _own_imports(ast.parse(_source(module))):
-            found += {target: None for target, _ in _targets(node) if target not in found}
+            found += {target: None for target, _, _ in _targets(node) if target not in found}
     return found
+
+
+def flat_name(module: str) -> str:
+    """The module's name in the checkpoint's directory."""
+    return ENTRY_NAME if module == ENTRY else module.replace(".", "_")
 
 
 def rewritten(text: str) -> str:
@@ -99,14 +101,13 @@ def rewritten(text: str) -> str:
     Every statement stays on its line.
     """
     lines = text.splitlines()
-    tree = ast.parse(text)
-    for node in [*_own_imports(tree), *_checks(tree)]:
-        assert node.end_lineno is not None
-        statement = _relative(node) if isinstance(node, ast.ImportFrom) else ""
-        lines[node.lineno - 1 : node.end_lineno] = [
-            " " * node.col_offset + statement,
-            *[""] * (node.end_lineno - node.lineno),
-        ]
+    for node in _own_imports(ast.parse(text)):
+        imports: dict[str, list[str]] = {}
+        for _, source, name in _targets(node):
+            imports.setdefault(source, []).append(name)
+        statement = "; ".join(f"{source} import {', '.join(names)}" for source, names in imports.items())
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        lines[first:last] = [" " * node.col_offset + statement, *[""] * (last - first - 1)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -127,56 +128,32 @@ def _source(module: str) -> str:
 
 
 def _file(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, f"{module} has a file"
-    return Path(spec.origin)
+    """The source of a module of Redraft, which need not exist."""
+    place = Path(__file__).parents[2].joinpath(*module.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
-def _header(module: str) -> str:
-    return f"# {module} of Redraft {__version__} (Apache-2.0), written by `redraft export --remote-code`.\n"
-
-
-def flat_name(module: str) -> str:
-    """The module's name in the checkpoint's directory."""
-    return ENTRY_NAME if module == ENTRY else module.replace(".", "_")
-
-
-def _checks(tree: ast.AST) -> list[ast.If]:
-    """The blocks under `if TYPE_CHECKING:`."""
-    return [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-
-
-def _own_imports(tree: ast.AST) -> Iterator[ast.ImportFrom]:
-    """`from redraft... import ...`, the form in which this package imports itself, but for type checkers."""
-    skipped = {id(node) for block in _checks(tree) for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in skipped and f"{node.module}.".startswith("redraft."):
-            yield node
-
-
-def _targets(node: ast.ImportFrom) -> list[tuple[str, ast.alias]]:
-    """Which module each imported name comes from: the module itself where the name is one."""
-    assert node.module is not None
-    targets = []
-    for alias in node.names:
-        inner = f"{node.module}.{alias.name}"
-        targets.append((inner if _is_module(inner) else node.module, alias))
-    return targets
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a module, not a package
-        return False
-
-
-def _relative(node: ast.ImportFrom) -> str:
-    statements: dict[str, list[str]] = {}
-    for target, alias in _targets(node):
-        bound = f" as {alias.asname}" if alias.asname else ""
-        if target == node.module:
-            statements.setdefault(f"from .{flat_name(target)}", []).append(alias.name + bound)
+def _own_imports(tree: ast.AST) -> Iterator[ast.ImportFrom | ast.If]:
+    """`from redraft... import ...`, the form in which this package imports itself; blocks under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        own = isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("redraft.")
+        if own or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node  # type: ignore[misc]
         else:
-            statements.setdefault("from .", []).append(f"{flat_name(target)} as {alias.asname or alias.name}")
-    return "; ".join(f"{source} import {', '.join(names)}" for source, names in statements.items())
+            yield from _own_imports(node)
+
+
+def _targets(node: ast.ImportFrom | ast.If) -> Iterator[tuple[str, str, str]]:
+    """By imported name the module it comes from, itself where it is one; and what takes the place of both.
+
+    `from redraft.store import names` gives ("redraft.store.names", "from .", "redraft_store_names as names").
+    """
+    if isinstance(node, ast.If):
+        return
+    module = str(node.module)
+    for alias in node.names:
+        inner = f"{module}.{alias.name}"
+        if _file(inner).exists():
+            yield inner, "from .", f"{flat_name(inner)} as {alias.asname or alias.name}"
+        else:
+            yield module, f"from .{flat_name(module)}", ast.unparse(alias)

@@ -7,6 +7,7 @@ generation; then the model is saved to DIRECTORY-saved and loaded from there, an
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 
@@ -19,18 +20,16 @@ class Blocker:
 
 
 def results(model: Any) -> dict[str, Any]:
-    """Logits with self-conditioning, tokens, and parameters."""
+    """Logits with self-conditioning, and tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
     prompt = torch.tensor([[2, 30, 41]])
     vocab, length = model.config.text_config.vocab_size, model.config.canvas_length
     with torch.no_grad():
-        logits = model(
-            input_ids=prompt,
-            decoder_input_ids=torch.randint(0, vocab, (1, length), generator=generator),
-            self_conditioning_logits=torch.randn(1, length, vocab, generator=generator),
-        ).logits
+        canvas = torch.randint(0, vocab, (1, length), generator=generator)
+        before = torch.randn(1, length, vocab, generator=generator)
+        logits = model(input_ids=prompt, decoder_input_ids=canvas, self_conditioning_logits=before).logits
     torch.manual_seed(5)
     sequences = model.generate(prompt, max_new_tokens=length, max_denoising_steps=2, eos_token_id=[1]).sequences
     return {"logits": logits, "sequences": sequences}
@@ -39,40 +38,32 @@ def results(model: Any) -> dict[str, Any]:
 def main(directory: str, hub_id: str, target: str) -> None:
     sys.meta_path.insert(0, Blocker())
     import torch
-    from transformers import AutoModelForMultimodalLM
+    from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
 
-    found: dict[str, Any] = {}
+    auto, found = AutoModelForMultimodalLM.from_pretrained, {}
+    load = partial(auto, trust_remote_code=True)
     for tier in ("off", "bitexact", "turbo"):
-        model = AutoModelForMultimodalLM.from_pretrained(directory, trust_remote_code=True, tier=tier)
+        model = load(directory, tier=tier)
         found[tier] = results(model)
     found["state"] = model.state_dict()
     found["replaced"], found["kept"] = model.set_tier("turbo")
     model.save_pretrained(f"{directory}-saved")
-    again, info = AutoModelForMultimodalLM.from_pretrained(
-        f"{directory}-saved", trust_remote_code=True, tier="off", output_loading_info=True
-    )
+    again, info = load(f"{directory}-saved", tier="off", output_loading_info=True)
     found["again"], found["info"] = again.state_dict(), {key: list(value) for key, value in info.items()}
-    found["hub"] = results(AutoModelForMultimodalLM.from_pretrained(hub_id, trust_remote_code=True, tier="off"))
+    found["hub"] = results(load(hub_id, tier="off"))
     found["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "redraft")
-    for name, load in _refused().items():
+    refused = {
+        "without trust": auto,
+        "by transformers' own class": DiffusionGemmaForBlockDiffusion.from_pretrained,
+        "unknown tier": partial(load, tier="fast"),
+    }
+    for name, refuse in refused.items():
         try:
-            load(directory)
+            refuse(directory)
             found[name] = "loaded"
         except Exception as e:
             found[name] = f"{type(e).__name__}: {e}"
     torch.save(found, target)
-
-
-def _refused() -> dict[str, Any]:
-    from transformers import AutoModelForMultimodalLM, DiffusionGemmaForBlockDiffusion
-
-    return {
-        "without trust": AutoModelForMultimodalLM.from_pretrained,
-        "by transformers' own class": DiffusionGemmaForBlockDiffusion.from_pretrained,
-        "unknown tier": lambda path: AutoModelForMultimodalLM.from_pretrained(
-            path, trust_remote_code=True, tier="fast"
-        ),
-    }
 
 
 if __name__ == "__main__":

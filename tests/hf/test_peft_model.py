@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import DECODER, ENCODER, TARGETS, peft_model, reference_logits
+from same_bits import assert_same_bits, from_pretrained
 from tiny import dequantized
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -16,7 +17,7 @@ import redraft
 from redraft.config import QuantSpec
 from redraft.errors import UsageError
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 SPEC = QuantSpec(16, 8)
 
@@ -34,15 +35,6 @@ def unmerged(model: Any, packed: Any) -> Any:
     reference = copy.deepcopy(model)
     dequantized(reference.get_base_model(), packed)
     return reference
-
-
-def state(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_unchanged(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = model.state_dict()
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 class TestMerged:
@@ -71,7 +63,7 @@ class TestMerged:
         assert "adapter" not in redraft.accelerate(model, "bitexact").replaced
         base = model.get_base_model()
         base.save_pretrained(tmp_path)
-        loaded = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path)
+        loaded = from_pretrained(tmp_path)
         ids, results = torch.tensor([[2, 8, 9]]), []
         for each in (model, base, loaded):
             torch.manual_seed(1)
@@ -88,8 +80,6 @@ class TestMerged:
 
     def test_changed_scale_and_names(self, tiny_dir: Path, packed: Any):
         """The scale in memory counts, not the file's, and any name of an adapter will do."""
-        import peft
-
         model = peft_model(tiny_dir, name="mine")
         model.add_adapter("default", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=TARGETS))
         assert model.active_adapters == ["mine"]
@@ -102,8 +92,6 @@ class TestMerged:
 
     def test_adapter_on_a_packed_model(self, tiny_dir: Path, packed: Any):
         """What cannot be merged still runs: loaded after `accelerate`, or merged there if it can be."""
-        import peft
-
         source = peft_model(tiny_dir)
         expected = reference_logits(unmerged(source, packed))
         base = copy.deepcopy(packed)
@@ -118,16 +106,15 @@ class TestMerged:
 
 class TestRefused:
     def refused(self, model: Any, message: str) -> None:
-        before = state(model)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with pytest.raises(UsageError, match=message):
             redraft.accelerate(model, "off", SPEC)
-        assert_unchanged(model, before)
+        assert_same_bits(model.state_dict(), before)
 
     @pytest.mark.parametrize("side", ["decoder", "encoder"])
     def test_one_side(self, side: str, tiny_dir: Path):
-        self.refused(
-            peft_model(tiny_dir, side), rf"23 weights are named on the {side}'s side only.*load it on the resu"
-        )
+        named = f"23 weights are named on the {side}'s side only"
+        self.refused(peft_model(tiny_dir, side), rf"{named}.*load it on the resu")
 
     def test_sides_that_differ(self, tiny_dir: Path):
         model = peft_model(tiny_dir)
@@ -147,17 +134,13 @@ class TestRefused:
         self.refused(model, "the adapter is merged already")
 
     def test_several_active(self, tiny_dir: Path):
-        import peft
-
         model = peft_model(tiny_dir)
         model.add_adapter("other", peft.LoraConfig(r=2, target_modules=TARGETS))
         model.base_model.set_adapter(["default", "other"])
         self.refused(model, "adapters default, other are active")
 
     def test_loaded_into_the_model_itself(self, tiny_dir: Path):
-        import peft
-
-        model = DiffusionGemmaForBlockDiffusion.from_pretrained(tiny_dir)
+        model = from_pretrained(tiny_dir)
         model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=rf"{DECODER}.*q_proj"), model)
         self.refused(model, "an adapter was loaded into the model itself")
 

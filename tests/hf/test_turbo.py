@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import same_bits
 import torch
 import torch.nn.functional as F
 from parity import _Drafts
+from same_bits import Run, assert_same_bits, from_pretrained, load, same
 from tiny import tiny_model
-from transformers import DiffusionGemmaForBlockDiffusion, LogitsProcessor, LogitsProcessorList
-from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
-    DiffusionGemmaGenerationConfig,
-    EntropyBoundSamplerConfig,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
 
 import redraft
 from redraft.config import QuantSpec
@@ -66,15 +66,11 @@ def logits(model: Any, conditioned: bool = False) -> torch.Tensor:
     canvas = torch.randint(0, 96, (2, 2), generator=generator)
     before = 3 * torch.randn(2, 2, 96, generator=generator) if conditioned else None
     with torch.no_grad():
-        return model(
-            input_ids=PROMPT, **PADDING, decoder_input_ids=canvas, self_conditioning_logits=before
-        ).logits  # fmt: skip
+        return model(input_ids=PROMPT, **PADDING, decoder_input_ids=canvas, self_conditioning_logits=before).logits
 
 
-def generate(model: Any, seed: int, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    streamer = _Drafts()
-    torch.manual_seed(seed)
-    return model.generate(PROMPT, streamer=streamer, **{**SETTINGS, **settings}).sequences, streamer.drafts
+def generate(model: Any, seed: int, **settings: Any) -> Run:
+    return same_bits.generate(model, PROMPT, seed, **{**SETTINGS, **settings})
 
 
 # Layers
@@ -86,15 +82,10 @@ def test_logits_are_those_of_the_plain_layers(plain, turbo):
 
 
 def test_one_product_makes_queries_keys_and_values(turbo, monkeypatch):
-    products = []
-    original = F.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        products.append((weight.data_ptr(), weight.shape[0]))
-        return original(x, weight, *bias)
-
+    linear = Mock(side_effect=F.linear)
     monkeypatch.setattr(F, "linear", linear)
     logits(turbo)
+    products = [(weight.data_ptr(), weight.shape[0]) for (_, weight, *_), _ in linear.call_args_list]
     for layer, rows in zip(turbo.model.decoder.layers, ((2 + 1 + 1) * 8, (2 + 1) * 16), strict=True):
         first, *others = [linear.weight.data_ptr() for linear in projections(layer.self_attn)]
         assert products.count((first, rows)) == 2  # in the encoder and in the decoder
@@ -122,33 +113,21 @@ def test_packed_experts_in_the_kernels_layout():
     redraft.accelerate(model, "off", spec)
     layer = model.model.decoder.layers[0]
     x, delta = torch.randn(3, 128), torch.randn(3, 128)
-    expected = _feed_forward(layer, x, delta)
+    attention, layer.self_attn = layer.self_attn, torch.nn.Identity()
+    layer.self_attn.forward = lambda **_: (delta[None], None)
+    with torch.no_grad():
+        expected = layer(x[None])[0]  # transformers' layer after attention, whose output is delta
+    layer.self_attn = attention
     model.to(torch.bfloat16)
-    experts = layer.experts
-    experts.repacked = repack(experts.packed(), experts.config, spec)
+    layer.experts.repacked = repack(layer.experts.packed(), layer.experts.config, spec)
     out = x.bfloat16()
     layers._feed_forward(layer, out, delta.bfloat16())
-    error = (out.float() - expected).norm() / expected.norm()
-    assert float(error) < 0.02
-
-
-def _feed_forward(layer: Any, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """transformers' layer after attention: attention's output is delta."""
-    stub = SimpleNamespace(forward=lambda **_: (delta[None], None))
-    attention, layer.self_attn = layer.self_attn, torch.nn.Identity()
-    layer.self_attn.forward = stub.forward
-    try:
-        with torch.no_grad():
-            return layer(x[None])[0]
-    finally:
-        layer.self_attn = attention
+    assert float((out.float() - expected).norm() / expected.norm()) < 0.02
 
 
 def test_joined_weights_are_views_and_memory_does_not_grow(plain, turbo):
-    def storages(model: Any) -> dict[int, int]:
-        return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-
-    assert sum(storages(turbo).values()) == sum(storages(plain).values())
+    held = [{s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in m.parameters())} for m in (turbo, plain)]
+    assert sum(held[0].values()) == sum(held[1].values())
     for decoder, encoder in zip(turbo.model.decoder.layers, turbo.model.encoder.language_model.layers, strict=True):
         mine, other = projections(decoder.self_attn), projections(encoder.self_attn)
         assert all(a.weight is b.weight for a, b in zip(mine, other, strict=True))
@@ -168,23 +147,17 @@ def test_weights_that_no_longer_follow_each_other_are_multiplied_apart(plain, tu
 
 def test_saving_with_joined_weights_loses_nothing(turbo, tmp_path):
     turbo.save_pretrained(tmp_path)
-    again, info = type(turbo).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
-    expected = turbo.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert_same_bits(load(tmp_path).state_dict(), turbo.state_dict())
 
 
 def test_adapters_and_biases_keep_separate_products(plain):
-    class Adapter(torch.nn.Linear):
-        pass
-
-    for change, reason in ((Adapter, "q_proj is a Adapter"), (None, "q_proj has a bias")):
+    for reason in ("q_proj is a Adapter", "q_proj has a bias"):
         model = copy.deepcopy(plain)
         linear = model.model.decoder.layers[1].self_attn.q_proj
-        if change:
-            linear.__class__ = change
-        else:
+        if "bias" in reason:
             linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
+        else:
+            linear.__class__ = type("Adapter", (torch.nn.Linear,), {})
         replaced, kept = install(model, "turbo")
         assert "QKV" not in replaced
         assert f"layer 1: {reason}" in kept["QKV"]
@@ -215,11 +188,9 @@ def test_adapters_loaded_afterwards_are_obeyed(plain, turbo):
 def test_gradients_go_through_the_plain_layers(turbo):
     layer = turbo.model.decoder.layers[0]
     x = torch.randn(2, 32, requires_grad=True)
+    forwards = layer.input_layernorm, lambda x: layers.DiffusionGemmaRMSNorm.forward(layer.input_layernorm, x)
+    assert torch.equal(*(torch.autograd.grad(run(x).sum(), x)[0] for run in forwards))
     layer.input_layernorm(x).sum().backward()
-    expected = x.grad.clone()
-    x.grad = None
-    layers.DiffusionGemmaRMSNorm.forward(layer.input_layernorm, x).sum().backward()
-    assert torch.equal(x.grad, expected)
     assert layer.input_layernorm.weight.grad is not None
 
 
@@ -239,17 +210,13 @@ def test_the_report_says_why_kernels_do_not_run(plain, monkeypatch):
 # Sampling
 
 
-def sampler(batch: int, vocab: int, length: int, **settings: Any) -> FusedSampler:
-    config = DiffusionGemmaGenerationConfig(
-        **{
-            "max_denoising_steps": 4,
-            "t_min": 0.4,
-            "t_max": 0.8,
-            "sampler_config": EntropyBoundSamplerConfig(entropy_bound=0.1),
-            **settings,
-        }
+def sampler(vocab: int, length: int) -> FusedSampler:
+    bound = generation.EntropyBoundSamplerConfig(entropy_bound=0.1)
+    config = generation.DiffusionGemmaGenerationConfig(
+        max_denoising_steps=4, t_min=0.4, t_max=0.8, sampler_config=bound
     )
-    return FusedSampler(config, canvas_length=length, vocab_size=vocab, max_denoising_steps=4)
+    shapes = SimpleNamespace(canvas_length=length, text_config=SimpleNamespace(vocab_size=vocab))
+    return FusedSampler(SimpleNamespace(config=shapes), config)
 
 
 def test_statistics_are_those_of_the_capped_and_scaled_logits():
@@ -257,7 +224,7 @@ def test_statistics_are_those_of_the_capped_and_scaled_logits():
     raw = 20 * torch.randn(2, 3, 97)
     raw[0, 0, 5] = raw[0, 0, 50] = 90.0  # equal largest: the first one counts
     scaled = 30 * torch.tanh(raw.double() / 30) / (0.4 + 0.4 * 3 / 4)
-    one = sampler(2, 97, 3)
+    one = sampler(97, 3)
     probs = one.observe(raw.clone(), torch.zeros(2, dtype=torch.bool), 3, 30.0)
     exact = torch.softmax(scaled, -1)
     assert torch.equal(one.argmax, raw.argmax(-1))
@@ -273,7 +240,7 @@ def test_statistics_are_those_of_the_capped_and_scaled_logits():
 def test_draws_are_those_of_the_reference_and_rightly_distributed():
     """Three passes of one canvas and the first of the next, then chi-square of the reference over many seeds."""
     torch.manual_seed(0)
-    one, raw = sampler(2, 64, 3), 20 * torch.randn(2, 3, 64)
+    one, raw = sampler(64, 3), 20 * torch.randn(2, 3, 64)
     nobody = torch.zeros(2, dtype=torch.bool)
     for canvas, step in ((0, 1), (0, 2), (1, 1)):
         scaled = 30 * torch.tanh(raw / 30) / (0.4 + 0.4 * (5 - step) / 4)
@@ -290,7 +257,7 @@ def test_draws_are_those_of_the_reference_and_rightly_distributed():
 
 def test_passes_canvases_and_rows_draw_apart_and_finished_rows_stay():
     torch.manual_seed(0)
-    one, flat = sampler(2, 512, 3), torch.zeros(2, 3, 512)
+    one, flat = sampler(512, 3), torch.zeros(2, 3, 512)
     nobody, first = torch.tensor([False, False]), torch.tensor([True, False])
     draws = []
     for remaining in (4, 3, 4):  # the last one begins a canvas
@@ -306,13 +273,10 @@ def test_passes_canvases_and_rows_draw_apart_and_finished_rows_stay():
 
 
 def test_generate_is_deterministic_for_a_seed_in_every_cache(turbo):
-    sequences, drafts = generate(turbo, 1)
+    first = sequences, drafts = generate(turbo, 1)
     assert len(drafts) == 2
     assert sequences.shape == (2, 6)
-    static = generate(turbo, 1, cache_implementation="static")
-    for again in (generate(turbo, 1), static):
-        assert torch.equal(again[0], sequences)
-        assert all(map(torch.equal, again[1], drafts))
+    assert same(generate(turbo, 1), first) and same(generate(turbo, 1, cache_implementation="static"), first)
     assert not torch.equal(generate(turbo, 2)[0], sequences)
 
 
@@ -327,7 +291,7 @@ def test_later_calls_use_their_own_settings(turbo):
     loose = {"stability_threshold": 0, "confidence_threshold": 1e3}
     assert len(generate(turbo, 1, **loose, max_new_tokens=4, eos_token_id=[95])[1]) == 2
     assert len(generate(turbo, 1, stability_threshold=0, confidence_threshold=1e-9)[1]) == 2
-    accepting = EntropyBoundSamplerConfig(entropy_bound=1e3)
+    accepting = generation.EntropyBoundSamplerConfig(entropy_bound=1e3)
     assert not torch.equal(generate(turbo, 1, sampler_config=accepting)[1][1], generate(turbo, 1)[1][1])
 
 
@@ -341,8 +305,8 @@ def test_streamers_that_take_logits_get_them(turbo):
     streamer = Logits()
     torch.manual_seed(1)
     turbo.generate(PROMPT, streamer=streamer, **SETTINGS)
-    drafts = generate(turbo, 1)[1]
-    assert all(torch.equal(a.argmax(-1), b) for a, b in zip(streamer.drafts, drafts, strict=True))
+    for given, draft in zip(streamer.drafts, generate(turbo, 1)[1], strict=True):
+        assert torch.equal(given.argmax(-1), draft)
 
 
 def test_own_logits_processors_are_obeyed(turbo):
@@ -358,7 +322,7 @@ def test_own_logits_processors_are_obeyed(turbo):
 def test_turbo_on_a_gpu():
     """The bundled model in BF16: logits close to the plain layers', the same text for the same seed."""
     path = find_checkpoint("demo")
-    model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.bfloat16, device_map="cuda").eval()
+    model = from_pretrained(path, dtype=torch.bfloat16, device_map="cuda").eval()
     redraft.accelerate(model, "off")
     ids = torch.tensor([[2, 50, 60, 70, 80]], device="cuda")
     canvas = torch.randint(0, model.config.text_config.vocab_size, (1, model.config.canvas_length), device="cuda")
@@ -369,8 +333,4 @@ def test_turbo_on_a_gpu():
     assert {"norms", "QKV", "sampling"} < set(report.replaced)
     # Both round to BF16 in the same places; sums in another order may send a row to another expert.
     assert float((fused - plain).norm() / plain.norm()) < 0.1
-    texts = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        texts.append(model.generate(ids, max_new_tokens=64).sequences)
-    assert torch.equal(*texts)
+    assert torch.equal(*(same_bits.generate(model, ids, 5, max_new_tokens=64)[0] for _ in range(2)))
