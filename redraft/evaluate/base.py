@@ -26,7 +26,6 @@ class Task(Protocol):
 
     def items(self, limit: int) -> Sequence[Item]:
         """The first `limit` items, or all if there are fewer. Raises UsageError when they cannot be read."""
-        ...
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         """Whether `answer` is right. ended: the model closed it, the token limit did not cut it. Never raises."""

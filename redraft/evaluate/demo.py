@@ -98,10 +98,8 @@ class DemoTask:
         rows = _rows()[self.name]
         if limit > len(rows):
             raise UsageError(f"task {self.name} has only {len(rows)} held-out prompts, {limit} asked for")
-        return [
-            Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words"))
-            for i, row in enumerate(rows[:limit])
-        ]
+        found = enumerate(rows[:limit])
+        return [Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words")) for i, row in found]
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         return self.grader(item, answer)

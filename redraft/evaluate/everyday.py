@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from redraft.evaluate.base import Item
+from redraft.evaluate.source import Benchmark
 
 QUESTIONS = (
     "How do I boil an egg so that the yolk stays soft?",
@@ -36,14 +35,11 @@ QUESTIONS = (
 )
 
 
-class Everyday:
+class Everyday(Benchmark):
     """Right when the model ended its answer itself and wrote something; what it says is for a reader to judge."""
 
     name = "everyday"
     description = f"{len(QUESTIONS)} short ordinary questions; the time to answer counts"
-
-    def __init__(self, data: Path | None = None) -> None:
-        """data: where benchmarks have their files; these questions need none."""
 
     def items(self, limit: int) -> list[Item]:
         return [Item(f"{self.name}/{i}", question, "") for i, question in enumerate(QUESTIONS[:limit])]

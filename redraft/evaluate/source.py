@@ -6,7 +6,6 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,42 @@ from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.base import Item
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a benchmark is: `file` (JSON lines, .gz or not) in a directory, or a data set and its configuration."""
+class Benchmark:
+    """A task whose items are rows: of `file` (JSON lines, .gz or not) in the directory `data`, or of a data set."""
 
+    name: str
     file: str
-    hub: str
-    config: str | None
+    hub: str  # the data set's name
+    config: str | None = None
     fields: tuple[str, ...]  # text that every row has
 
-    def rows(self, directory: Path | None, limit: int) -> list[dict[str, str]]:
+    def __init__(self, data: Path | None = None) -> None:
+        self.data = data
+
+    def items(self, limit: int) -> list[Item]:
+        return [self.item(f"{self.name}/{index}", row) for index, row in enumerate(self.rows(limit))]
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        """What a row asks and expects."""
+        raise NotImplementedError
+
+    def rows(self, limit: int) -> list[dict[str, str]]:
         """The first `limit` rows. Raises UsageError or RedraftError: which file and line, or what to install."""
-        where, rows = self._from_file(directory) if directory else self._from_hub()
-        return [self._check(row, where, i) for i, row in enumerate(islice(rows, limit), 1)]
+        if self.data is None:
+            where, rows = self.hub, self._from_hub()
+        else:
+            path = self.data / self.file
+            if not path.is_file():
+                raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
+            where, rows = str(path), _read_lines(path)
+        found = list(islice(rows, limit))
+        for number, row in enumerate(found, 1):
+            missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
+            if missing:
+                raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
+        return found
 
-    def _from_file(self, directory: Path) -> tuple[str, Iterable[Any]]:
-        path = directory / self.file
-        if not path.is_file():
-            raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
-        return str(path), _read_lines(path)
-
-    def _from_hub(self) -> tuple[str, Iterable[Any]]:
+    def _from_hub(self) -> Iterable[Any]:
         try:
             import datasets
         except ImportError:
@@ -44,36 +58,12 @@ class Source:
                 f"or give --data DIR with {self.file} in it"
             ) from None
         try:
-            return self.hub, datasets.load_dataset(self.hub, self.config, split="test")
+            return datasets.load_dataset(self.hub, self.config, split="test")
         except Exception as e:
             raise RedraftError(
                 f"{self.hub} could not be loaded from the hub ({type(e).__name__}: {e}); give --data DIR with "
                 f"{self.file} in it"
             ) from None
-
-    def _check(self, row: Any, where: str, number: int) -> dict[str, str]:
-        missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
-        if missing:
-            raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
-        return dict(row)
-
-
-class Benchmark:
-    """A task whose items are the rows of `source`, read from the directory `data` or from the hub."""
-
-    name: str
-    source: Source
-
-    def __init__(self, data: Path | None = None) -> None:
-        self.data = data
-
-    def items(self, limit: int) -> list[Item]:
-        rows = self.source.rows(self.data, limit)
-        return [self.item(f"{self.name}/{index}", row) for index, row in enumerate(rows)]
-
-    def item(self, id: str, row: dict[str, str]) -> Item:
-        """What a row asks and expects."""
-        raise NotImplementedError
 
 
 def _read_lines(path: Path) -> Iterator[Any]:

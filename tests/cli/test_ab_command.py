@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli.conftest import Run
 
-from redraft.evaluate.generate import TransformersEngine
+from redraft.evaluate.models import TransformersEngine
 
 CHARTS = {"accuracy.png", "speed.png", "answer_time.png", "steps_and_lengths.png"}
 

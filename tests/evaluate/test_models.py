@@ -15,8 +15,7 @@ from redraft.device import default_dtype
 from redraft.engine.events import Result
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
-from redraft.evaluate.generate import TransformersEngine, generate_options
-from redraft.evaluate.models import Models, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, TransformersEngine, generate_options, needed_bytes, stored_packed
 from redraft.evaluate.run import Side
 from redraft.hf.experts import W4Experts
 from redraft.quant.quantize import export_compressed_tensors

@@ -14,10 +14,16 @@ import pytest
 
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.everyday import Everyday
-from redraft.evaluate.source import Source
+from redraft.evaluate.source import Benchmark
 from redraft.evaluate.tasks import NAMES, select_tasks
 
-SOURCE = Source("rows.jsonl", "owner/rows", "main", ("question",))
+
+class Rows(Benchmark):
+    name, file, hub, config, fields = "rows", "rows.jsonl", "owner/rows", "main", ("question",)
+
+
+class PackedRows(Rows):
+    file = "rows.jsonl.gz"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,11 +59,10 @@ def test_everyday_asks_for_a_finished_answer() -> None:
 def test_rows_from_plain_and_compressed_files(tmp_path: Path) -> None:
     text = "".join(json.dumps({"question": q}) + "\n" for q in ("a", "b\u2028c", "d")) + "\n"
     (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-    assert [r["question"] for r in SOURCE.rows(tmp_path, 9)] == ["a", "b\u2028c", "d"]
-    assert len(SOURCE.rows(tmp_path, 2)) == 2
+    assert [r["question"] for r in Rows(tmp_path).rows(9)] == ["a", "b\u2028c", "d"]
+    assert len(Rows(tmp_path).rows(2)) == 2
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    packed = Source("rows.jsonl.gz", "owner/rows", None, ("question",))
-    assert packed.rows(tmp_path, 9) == SOURCE.rows(tmp_path, 9)
+    assert PackedRows(tmp_path).rows(9) == Rows(tmp_path).rows(9)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +78,18 @@ def test_rows_from_plain_and_compressed_files(tmp_path: Path) -> None:
 def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(RedraftError, match=message):
-        SOURCE.rows(tmp_path, 9)
+        Rows(tmp_path).rows(9)
 
 
 def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a"}\n' * 100)[:-12])
     with pytest.raises(RedraftError, match=r"rows.jsonl.gz is damaged"):
-        Source("rows.jsonl.gz", "owner/rows", None, ("question",)).rows(tmp_path, 9)
+        PackedRows(tmp_path).rows(9)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rows.jsonl does not exist; --data needs a directory that holds rows.jsonl"):
-        SOURCE.rows(tmp_path, 9)
+        Rows(tmp_path).rows(9)
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
@@ -95,7 +100,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
 def test_without_a_directory_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     hub(monkeypatch, lambda *args, **kwargs: asked.append((args, kwargs)) or [{"question": "a"}, {"question": "b"}])
-    assert SOURCE.rows(None, 1) == [{"question": "a"}]
+    assert Rows().rows(1) == [{"question": "a"}]
     assert asked == [(("owner/rows", "main"), {"split": "test"})]
 
 
@@ -106,10 +111,10 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     hub(monkeypatch, fail)
     message = r"owner/rows could not be loaded from the hub \(ConnectionError: no route\); give --data DIR"
     with pytest.raises(RedraftError, match=message):
-        SOURCE.rows(None, 1)
+        Rows().rows(1)
 
 
 def test_without_the_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # import datasets fails
     with pytest.raises(UsageError, match=r"pip install datasets, or give --data DIR with rows.jsonl in it"):
-        SOURCE.rows(None, 1)
+        Rows().rows(1)
