@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from redraft.evaluate.results import Folder
     from redraft.evaluate.run import Record
 
+ARMS_HELP = (
+    "bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
+    "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline."
+)
+OUT_HELP = "The report's directory, ab-MODEL by default; resumes what is there."
+
 
 def command(
     model: options.Model,
-    arms: Annotated[
-        str,
-        typer.Option(
-            "--arms",
-            metavar="A,B,...",
-            help="bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
-            "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline.",
-        ),
-    ] = "bf16,w4",
+    arms: Annotated[str, typer.Option("--arms", metavar="A,B,...", help=ARMS_HELP)] = "bf16,w4",
     tasks: Annotated[
         str, typer.Option("--tasks", metavar="NAME,...", help="Tasks of redraft eval, such as gsm8k,humaneval.")
     ] = "everyday",
@@ -45,12 +43,7 @@ def command(
         bool,
         typer.Option("--in-place", help="One set of weights at a time, as when memory does not suffice for all."),
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="The report's directory, ab-MODEL by default; resumes what is there."
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=OUT_HELP)] = None,
     device: options.Device = None,
     json_output: options.Json = False,
 ) -> None:

@@ -1,11 +1,21 @@
-"""What is asked: items with a grader make a task, and an item with a seed is a question."""
+"""What is asked: items with a grader make a task, and an item with a seed is a question.
+
+The items of a public benchmark are rows of a file in a directory, or of a data set that the hub has by name.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
+
+from redraft.errors import RedraftError, UsageError
 
 
 @dataclass(frozen=True)
@@ -52,3 +62,70 @@ def item_seed(seed: int, index: int) -> int:
     """The seed of item `index`: the same whatever the batch size, the limit and the other items."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Benchmark:
+    """A task whose items are rows: of `file` (JSON lines, .gz or not) in the directory `data`, or of a data set."""
+
+    name: str
+    file: str
+    hub: str  # the data set's name
+    config: str | None = None
+    fields: tuple[str, ...]  # text that every row has
+
+    def __init__(self, data: Path | None = None) -> None:
+        self.data = data
+
+    def items(self, limit: int) -> list[Item]:
+        return [self.item(f"{self.name}/{index}", row) for index, row in enumerate(self.rows(limit))]
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        """What a row asks and expects."""
+        raise NotImplementedError
+
+    def rows(self, limit: int) -> list[dict[str, str]]:
+        """The first `limit` rows. Raises UsageError or RedraftError: which file and line, or what to install."""
+        if self.data is None:
+            where, rows = self.hub, self._from_hub()
+        else:
+            path = self.data / self.file
+            if not path.is_file():
+                raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
+            where, rows = str(path), _read_lines(path)
+        found = list(islice(rows, limit))
+        for number, row in enumerate(found, 1):
+            missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
+            if missing:
+                raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
+        return found
+
+    def _from_hub(self) -> Iterable[Any]:
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(
+                f"{self.hub} is read through the library datasets, which is not installed; run pip install datasets, "
+                f"or give --data DIR with {self.file} in it"
+            ) from None
+        try:
+            return datasets.load_dataset(self.hub, self.config, split="test")
+        except Exception as e:
+            raise RedraftError(
+                f"{self.hub} could not be loaded from the hub ({type(e).__name__}: {e}); give --data DIR with "
+                f"{self.file} in it"
+            ) from None
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise RedraftError(f"{path} is damaged ({e}); fetch it again") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise RedraftError(f"{path}: line {number} is not JSON ({e})") from None

@@ -24,7 +24,7 @@ from redraft.evaluate.report import WARM_UP_STARTS, markdown
 from redraft.evaluate.results import Folder, Results, run_id
 from redraft.evaluate.run import Record, Side, allocated, answers
 from redraft.evaluate.summary import arm_figures, by_task, compare_arms
-from redraft.evaluate.tasks import STAND_IN_LENGTHS, StandIn, select_tasks
+from redraft.evaluate.tasks import StandIn, select_tasks
 from redraft.files import write_text
 from redraft.store.open import open_model
 from redraft.store.random import is_random
@@ -52,7 +52,12 @@ class Comparison:
         for arm in self.arms:
             base, endless = self.files[arm.model].settings, arm.model in self.random
             self.settings[arm.name] = arm_settings(arm, base, shared or {}, fixed_steps, endless)
-        self.tasks = choose_tasks(tasks, data, stand_in=len(self.random) == len(self.files))
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        if not names:
+            raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
+        self.tasks: dict[str, Task] = {}
+        for name in names:
+            self.tasks |= select_tasks(name, data, stand_in=len(self.random) == len(self.files))
         self.questions = ask(self.tasks.values(), limit, seed)
         # What must be equal for answers to belong together.
         self.identity = {
@@ -114,18 +119,6 @@ class Comparison:
         charts = draw_charts(folder.path, report, records)
         write_text(folder.path / "report.md", markdown(report, charts))
         return report
-
-
-def choose_tasks(text: str, data: Path | None, stand_in: bool) -> dict[str, Task]:
-    """The tasks of a comma-separated list; stand-ins for benchmarks without `data` where `stand_in` allows them."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
-    tasks: dict[str, Task] = {}
-    for name in names:
-        replaced = stand_in and data is None and name in STAND_IN_LENGTHS
-        tasks |= {name: StandIn(name)} if replaced else select_tasks(name, data)
-    return tasks
 
 
 def fingerprint(questions: Sequence[Question]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from redraft.evaluate.base import Item
-from redraft.evaluate.source import Benchmark
+from redraft.evaluate.base import Benchmark, Item
 
 QUESTIONS = (
     "How do I boil an egg so that the yolk stays soft?",

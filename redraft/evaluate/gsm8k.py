@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from redraft.evaluate.base import Item
-from redraft.evaluate.source import Benchmark
+from redraft.evaluate.base import Benchmark, Item
 
 INSTRUCTION = "Reason step by step, and put the final number in \\boxed{}."
 

@@ -12,9 +12,8 @@ import textwrap
 import warnings
 from contextlib import suppress
 
-from redraft.evaluate.base import Item
+from redraft.evaluate.base import Benchmark, Item
 from redraft.evaluate.sandbox import SandboxLimits, run_check
-from redraft.evaluate.source import Benchmark
 
 INSTRUCTION = "Complete this Python function. Answer with the whole function in one Python code block."
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10, memory_bytes=2**30)

@@ -15,9 +15,8 @@ from contextlib import suppress
 from subprocess import DEVNULL, PIPE, Popen
 
 from redraft.errors import RedraftError, UsageError
-from redraft.evaluate.base import Item
+from redraft.evaluate.base import Benchmark, Item
 from redraft.evaluate.gsm8k import last_boxed
-from redraft.evaluate.source import Benchmark
 
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 START_SECONDS = 120.0  # imports sympy

@@ -37,13 +37,15 @@ PAIRS = {
 }  # fmt: skip
 SPEED = {
     "tok/s aggregate": RATE, "tok/s per request": MEAN_RATE, "ms per pass": "{ms_per_forward:.2f}",
-    "seconds": "{seconds:.1f}", "tok/s ratio (95 %)": "{tokens_ratio}", "passes/s ratio": "{passes_ratio}",
+    "seconds": "{seconds:.1f}", "tok/s ratio (95 %)": "{tokens_ratio}", "passes/s ratio": "{forwards_ratio}",
 }  # fmt: skip
 PASSES = {
-    "passes": "{forwards}", "canvases": "{canvases}", "steps per canvas (mean / p50 / p90)":
-    "{steps_per_canvas[mean]:.2f} / {steps_per_canvas[p50]:g} / {steps_per_canvas[p90]:g}",
-    "tokens per forward": PER_FORWARD, "answer tokens (mean / p50 / p90)":
-    "{answer_tokens[mean]:.1f} / {answer_tokens[p50]:g} / {answer_tokens[p90]:g}",
+    "passes": "{forwards}", "canvases": "{canvases}",
+    "steps per canvas (mean / p50 / p90)":
+        "{steps_per_canvas[mean]:.2f} / {steps_per_canvas[p50]:g} / {steps_per_canvas[p90]:g}",
+    "tokens per forward": PER_FORWARD,
+    "answer tokens (mean / p50 / p90)":
+        "{answer_tokens[mean]:.1f} / {answer_tokens[p50]:g} / {answer_tokens[p90]:g}",
     "prompt tokens (mean)": "{prompt_tokens:.0f}",
 }  # fmt: skip
 TIMES = {"mean s": "{answer_seconds[mean]:.3f}"} | {
@@ -53,16 +55,21 @@ MEMORY = {"weights GiB": "{weight_gib:.3f}", "peak GiB": "{peak_gib:.3f}"}
 
 
 def cells(columns: Mapping[str, str], figures: Mapping[str, Any]) -> list[str]:
-    """A row under `columns`: the summary's figures, and some of them in per cent, milliseconds and GiB."""
+    """A row under `columns`: a summary's figures, and some of them in per cent, milliseconds and GiB.
+
+    Figures of a pair give its ratios too; they are empty for the first arm, and where that wrote nothing.
+    """
     shown = dict(figures)
-    for share in ("accuracy", "same_verdict", "same_answer"):
-        if share in figures:
-            shown[f"{share}_percent"] = 100 * figures[share]
+    for share in {"accuracy", "same_verdict", "same_answer"} & figures.keys():
+        shown[f"{share}_percent"] = 100 * figures[share]
     if "interval" in figures:
         shown["low"], shown["high"] = (100 * end for end in figures["interval"])
     if "peak_bytes" in figures:
         shown["ms_per_forward"] = 1e3 * figures["seconds_per_forward"]
         shown["weight_gib"], shown["peak_gib"] = (figures[name] / 2**30 for name in ("weight_bytes", "peak_bytes"))
+    for work, text in (("tokens", "{ratio:.2f}x ({interval[0]:.2f}-{interval[1]:.2f})"), ("forwards", "{ratio:.2f}x")):
+        ratio = figures.get(f"{work}_per_second_ratio")
+        shown[f"{work}_ratio"] = text.format_map(ratio) if ratio else ""
     return [text.format_map(shown) for text in columns.values()]
 
 
@@ -75,21 +82,18 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
     """The page. `report` is what report.json holds; charts are file names beside it."""
     names = [arm["name"] for arm in report["arms"]]
     pairs = [(pair, task, figures) for pair in report["comparisons"] for task, figures in pair["tasks"].items()]
-    ratios = {(pair["arm"], task): _ratios(figures) for pair, task, figures in pairs}
+    against_first = {(pair["arm"], task): figures for pair, task, figures in pairs}
     # Task by task, so that arms stand under each other.
     each = [(task, arm, report["results"][arm][task]) for task in report["results"][names[0]] for arm in names]
 
     def by_task(columns: Mapping[str, str]) -> str:
-        empty = {"tokens_ratio": "", "passes_ratio": ""}  # of the baseline
-        rows = ((task, arm, *cells(columns, f | ratios.get((arm, task), empty))) for task, arm, f in each)
+        rows = ((task, arm, *cells(columns, f | against_first.get((arm, task), {}))) for task, arm, f in each)
         return Table(("task", "arm", *columns), rows).markdown()
 
     arms = (
         (a["name"], a["description"], "; ".join(f"{k}: {v}" for k, v in a["about"].items())) for a in report["arms"]
     )
-    against = (
-        (task, f"{pair['arm']} against {pair['baseline']}", *cells(PAIRS, figures)) for pair, task, figures in pairs
-    )
+    against = ((task, f"{pair['arm']} against {pair['baseline']}", *cells(PAIRS, f)) for pair, task, f in pairs)
     memory = ((name, *cells(MEMORY, overall(report["results"][name]))) for name in names)
     settings = report["settings"]
     parts = [
@@ -129,15 +133,6 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
         _bullets(_machine(report)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _ratios(pair: dict[str, Any]) -> dict[str, str]:
-    """An arm's speed over the baseline's on a task; empty where the baseline wrote nothing."""
-    tokens, passes = (pair[f"{name}_per_second_ratio"] for name in ("tokens", "forwards"))
-    return {
-        "tokens_ratio": "{ratio:.2f}x ({interval[0]:.2f}-{interval[1]:.2f})".format_map(tokens) if tokens else "",
-        "passes_ratio": f"{passes['ratio']:.2f}x" if passes else "",
-    }
 
 
 def _caveats(report: dict[str, Any]) -> Iterator[str]:
