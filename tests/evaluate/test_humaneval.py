@@ -84,18 +84,15 @@ RIGHT = {
     "subclass of float": "```python\nclass F(float): pass\ndef total(values):\n    return F(sum(values) / 2)\n```",
 }
 WRONG = {
-    "nothing": "",
-    "prose": "I am not able to do that.",
-    "wrong body": "    return sum(values)\n",
-    "no return": "    sum(values) / 2\n",
+    "nothing": "", "prose": "I am not able to do that.", "wrong body": "    return sum(values)\n",
+    "no return": "    sum(values) / 2\n", "raises": "    raise NotImplementedError\n",
     "wrong at one case": "    return sum(values) / 2 if values else None\n",
     "another name": "```python\ndef totals(values):\n    return sum(values) / 2\n```",
     "syntax error": "```python\ndef total(values)\n    return sum(values) / 2\n```",
-    "raises": "    raise NotImplementedError\n",
     "a later wrong definition": f"```python\n{WHOLE}\ndef total(values):\n    return 0\n```",
     "only the prompt": f"```python\n{PROMPT}```",
     "text": "    return str(sum(values) / 2)\n",
-}
+}  # fmt: skip
 # A pass that is faked.
 HOSTILE = {
     "exits": "import sys\nsys.exit(0)\ndef total(values): pass",
@@ -122,9 +119,8 @@ def test_answers(task: HumanEval, item: Item, answer: str, right: bool) -> None:
 
 
 def test_prompt_stays_in_front() -> None:
-    assert (
-        assemble(PROMPT, "total", "```python\ndef total(v):\n    pass\n```") == f"{PROMPT}\ndef total(v):\n    pass\n"
-    )
+    code = "def total(v):\n    pass\n"
+    assert assemble(PROMPT, "total", f"```python\n{code}```") == f"{PROMPT}\n{code}"
     assert assemble(PROMPT, "total", BODY) == WHOLE
     assert assemble(PROMPT.rstrip("\n"), "total", BODY) == WHOLE
 
