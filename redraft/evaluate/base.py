@@ -53,9 +53,8 @@ class Question:
 
 def ask(tasks: Iterable[Task], limit: int, seed: int) -> list[Question]:
     """The first `limit` questions of every task."""
-    return [
-        Question(task, item, item_seed(seed, index)) for task in tasks for index, item in enumerate(task.items(limit))
-    ]
+    numbered = ((task, index, item) for task in tasks for index, item in enumerate(task.items(limit)))
+    return [Question(task, item, item_seed(seed, index)) for task, index, item in numbered]
 
 
 def item_seed(seed: int, index: int) -> int:

@@ -51,22 +51,20 @@ class Models:
 
     def open(self, arm: Arm) -> Side:
         """Load what answers for an arm, or make it of what is loaded. Raises RedraftError."""
-        import redraft
+        if arm.runner == "transformers":
+            model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
+            wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
+            size, about = model_bytes(model), _about(model)
+            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=about)
+        from redraft import load
 
-        if arm.runner == "engine":
-            key = (arm.model, arm.weights, None)
-            if key not in self._loaded:
-                self._loaded[key] = redraft.load(
-                    arm.model, weights=arm.weights, device=str(self.device), dtype=self.dtype
-                )
-            engine = self._loaded[key]
-            about = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-            answer = partial(engine.generate_batch, tier=arm.tier)
-            return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": about})
-        model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
-        wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
-        size, how = model_bytes(model), _about(model)
-        return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=how)
+        key = (arm.model, arm.weights, None)
+        if key not in self._loaded:
+            self._loaded[key] = load(arm.model, weights=arm.weights, device=str(self.device), dtype=self.dtype)
+        engine = self._loaded[key]
+        how = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
+        answer = partial(engine.generate_batch, tier=arm.tier)
+        return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""

@@ -12,7 +12,6 @@ from redraft.evaluate.base import Item, Task
 
 # The module of each benchmark and its class, made of the directory with its files; imported when it is asked for.
 BENCHMARKS = {"gsm8k": "Gsm8k", "humaneval": "HumanEval", "math500": "Math500", "everyday": "Everyday"}
-NAMES = tuple(BENCHMARKS)
 # Mean characters of the public prompts with their instruction, over 4 characters a token; here a letter is a token.
 STAND_IN_LENGTHS = {"gsm8k": 75, "humaneval": 138, "math500": 64}
 
@@ -32,7 +31,7 @@ def select_tasks(spec: str, data: Path | None = None, stand_in: bool = False) ->
         return {spec: StandIn(spec)}
     if spec in BENCHMARKS:
         return {spec: getattr(import_module(f"redraft.evaluate.{spec}"), BENCHMARKS[spec])(data)}
-    known = (*NAMES, *(f"demo:{n}" for n in (*DEMO, "all")))
+    known = (*BENCHMARKS, *(f"demo:{n}" for n in (*DEMO, "all")))
     raise UsageError(f"task is {spec!r}, expected one of {', '.join(known)}")
 
 

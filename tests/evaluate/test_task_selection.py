@@ -14,7 +14,7 @@ import pytest
 from redraft.errors import RedraftError, UsageError
 from redraft.evaluate.base import Benchmark
 from redraft.evaluate.everyday import Everyday
-from redraft.evaluate.tasks import NAMES, select_tasks
+from redraft.evaluate.tasks import BENCHMARKS, select_tasks
 
 
 class Rows(Benchmark):
@@ -25,7 +25,7 @@ class PackedRows(Rows):
     file = "rows.jsonl.gz"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_select_a_benchmark(name: str) -> None:
     tasks = select_tasks(name)
     assert list(tasks) == [tasks[name].name] == [name]
