@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from redraft.evaluate.results import Folder
     from redraft.evaluate.run import Record
 
+ARMS_HELP = (
+    "bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
+    "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline."
+)
+OUT_HELP = "The report's directory, ab-MODEL by default; resumes what is there."
+
 
 def command(
     model: options.Model,
-    arms: Annotated[
-        str,
-        typer.Option(
-            "--arms",
-            metavar="A,B,...",
-            help="bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
-            "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline.",
-        ),
-    ] = "bf16,w4",
+    arms: Annotated[str, typer.Option("--arms", metavar="A,B,...", help=ARMS_HELP)] = "bf16,w4",
     tasks: Annotated[
         str, typer.Option("--tasks", metavar="NAME,...", help="Tasks of redraft eval, such as gsm8k,humaneval.")
     ] = "everyday",
@@ -45,37 +43,40 @@ def command(
         bool,
         typer.Option("--in-place", help="One set of weights at a time, as when memory does not suffice for all."),
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="The report's directory, ab-MODEL by default; resumes what is there."
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=OUT_HELP)] = None,
     device: options.Device = None,
     json_output: options.Json = False,
 ) -> None:
     """Ask several forms of a model the same questions in turn; report speed, accuracy and whether they differ."""
     from redraft.bench.roofline import check_matplotlib
-    from redraft.cli.common import print_json, quiet_libraries
+    from redraft.cli.common import output_console, print_json, quiet_libraries
     from redraft.device import pick_device
     from redraft.evaluate.comparison import Comparison
+    from redraft.evaluate.report import COMPARISON, cells, order_text, overall, verdict
     from redraft.evaluate.results import Folder
+    from redraft.tables import Table
 
     shared = options.decode_settings(seed, max_new_tokens, None, None)
     check_matplotlib("redraft ab")
-    target = pick_device(device)
     with quiet_libraries():
         comparison = Comparison(
-            model, arms, tasks, device=target, data=data, limit=limit, seed=seed, fixed_steps=fixed_steps,
+            model, arms, tasks, device=pick_device(device), data=data, limit=limit, seed=seed, fixed_steps=fixed_steps,
             shared=shared, in_place=in_place,
         )  # fmt: skip
-        folder = Folder(out or Path(f"ab-{_slug(model)}"), comparison.identity())
-        records = _answers(comparison, folder)
-        report = comparison.write_report(folder, records)
+        name = re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"
+        folder = Folder(out or Path(f"ab-{name}"), comparison.identity)
+        report = comparison.write_report(folder, _answers(comparison, folder))
     if json_output:
         print_json(report)
-    else:
-        _print(report, folder.path)
+        return
+    console = output_console()
+    rows = [(arm["name"], *cells(COMPARISON, overall(report["results"][arm["name"]]))) for arm in report["arms"]]
+    console.print(Table(("arm", *COMPARISON), rows))
+    for pair in report["comparisons"]:
+        console.print(verdict(pair, report).replace("**", ""))
+    if not report["together"]:
+        console.print(order_text(report))
+    console.print(f"{folder.path / 'report.md'}")
 
 
 def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
@@ -96,12 +97,11 @@ def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("loading", total=None)
-            return comparison.run(
-                folder,
-                lambda record, done, total: progress.update(
-                    bar, completed=done, total=total, description=f"{record.arm}: {record.id}"
-                ),
-            )
+
+            def told(record: Record, done: int, total: int) -> None:
+                progress.update(bar, completed=done, total=total, description=f"{record.arm}: {record.id}")
+
+            return comparison.run(folder, told)
     except torch.OutOfMemoryError:
         raise RedraftError(
             f"{comparison.device} ran out of memory; --in-place and another --out keep one set of weights at a time"
@@ -110,24 +110,3 @@ def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
         raise Interrupted(
             f"interrupted; answers are kept in {folder.path}, the same command goes on from there"
         ) from None
-
-
-def _print(report: dict[str, Any], folder: Path) -> None:
-    """The figures over all tasks, a line per arm, and where the rest is."""
-    from redraft.cli.common import output_console
-    from redraft.evaluate.report import COMPARISON, cells, order_text, overall, verdict
-    from redraft.tables import Table
-
-    console = output_console()
-    rows = [(arm["name"], *cells(COMPARISON, overall(report["results"][arm["name"]]))) for arm in report["arms"]]
-    console.print(Table(("arm", *COMPARISON), rows))
-    for pair in report["comparisons"]:
-        console.print(verdict(pair, report).replace("**", ""))
-    if not report["together"]:
-        console.print(order_text(False, report["why_in_place"]))
-    console.print(f"{folder / 'report.md'}")
-
-
-def _slug(model: str) -> str:
-    """A MODEL argument as a part of a directory's name."""
-    return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"

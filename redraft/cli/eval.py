@@ -11,32 +11,21 @@ import typer
 from redraft.cli import options
 
 DEFAULT_BATCH_SIZE = 8
+BATCH_SIZE_HELP = f"Items answered together: {DEFAULT_BATCH_SIZE}; 1 for everyday and where a batch shares one seed."
 
 
+@options.grouped
 def command(
+    *,
     model: options.Model,
     task: Annotated[
-        str,
-        typer.Option("--task", metavar="NAME", help="gsm8k, humaneval, math500, everyday, demo:NAME or demo:all."),
+        str, typer.Option("--task", metavar="NAME", help="gsm8k, humaneval, math500, everyday, demo:NAME or demo:all.")
     ],
     data: options.Data = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task, from the first.")] = 100,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            metavar="N",
-            min=1,
-            help=f"Items answered together: {DEFAULT_BATCH_SIZE}; 1 for everyday and where a batch shares one seed.",
-        ),
-    ] = None,
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    entropy_bound: options.EntropyBound = None,
-    steps: options.Steps = None,
-    weights: options.Weights = None,
-    tier: options.TierOption = None,
-    device: options.Device = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", metavar="N", min=1, help=BATCH_SIZE_HELP)] = None,
+    decoding: options.Decoding,
+    loading: options.Loading,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Per-item results, JSON lines; an interrupted run resumes."),
@@ -46,20 +35,20 @@ def command(
     """Grade a model on a task: accuracy with a 95 % interval, speed, steps per canvas, time to answer."""
     from rich.progress import Progress
 
-    from redraft.cli.common import describe, error_console, load_engine, print_json, quiet_libraries
+    from redraft.cli.common import describe, error_console, print_json, quiet_libraries
     from redraft.evaluate.base import ask
     from redraft.evaluate.results import Results, check_target, run_id
     from redraft.evaluate.run import Record, evaluate
     from redraft.evaluate.summary import by_task, summarise
     from redraft.evaluate.tasks import select_tasks
 
-    settings = options.decode_settings(seed, max_new_tokens, entropy_bound, steps)
+    settings = decoding.settings()
     tasks = select_tasks(task, data)
-    questions = ask(tasks.values(), limit, seed)
+    questions = ask(tasks.values(), limit, decoding.seed)
     if out is not None:
         check_target(out)
-    engine = load_engine(model, weights, tier, device)
-    about = {**describe(engine, model), "seed": seed, "limit": limit, "settings": settings}
+    engine = loading.engine(model)
+    about = {**describe(engine, model), "seed": decoding.seed, "limit": limit, "settings": settings}
     # In a batch an answer takes as long as the slowest, so questions about the time to answer go alone.
     size = batch_size or (DEFAULT_BATCH_SIZE if engine.tier == "turbo" and task != "everyday" else 1)
     prompts = {name: [q.item.prompt for q in questions if q.task.name == name] for name in tasks}
@@ -69,8 +58,7 @@ def command(
         quiet_libraries(),
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
-        reused = len(results.records)
-        if reused:
+        if reused := len(results.records):
             print(f"redraft: note: {reused} items are done already and are not run again", file=sys.stderr)
         bar = progress.add_task("", total=len(questions), completed=reused)
 

@@ -80,20 +80,14 @@ def _parse(name: str, model: str) -> Arm:
     kind, _, place = base.partition("@")
     settings = dict(_setting(name, part) for part in parts)
     DecodeSettings().replace(**settings)
-    if kind in TIERS:
-        kind = f"w4-{kind}"
-    found = _KIND.fullmatch(kind)
+    found = _KIND.fullmatch(f"w4-{kind}" if kind in TIERS else kind)
     if found:
         runner: Runner = "engine" if found["engine"] else "transformers"
         tier = found["tier"] or ("turbo" if found["engine"] else "off")
         return Arm(name, place or model, runner, cast(WeightFormat, found["weights"]), cast(Tier, tier), settings)
-    if _is_checkpoint(base):
+    if base == "demo" or is_random(base) or "/" in base or Path(base).is_dir():
         return Arm(name, base, "transformers", None, "off", settings)
     raise UsageError(f"arm {name!r} is neither a kind nor a checkpoint; an arm is {GRAMMAR}")
-
-
-def _is_checkpoint(text: str) -> bool:
-    return text == "demo" or is_random(text) or "/" in text or Path(text).is_dir()
 
 
 def _setting(arm: str, part: str) -> tuple[str, Any]:

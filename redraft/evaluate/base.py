@@ -1,11 +1,21 @@
-"""What is asked: items with a grader make a task, and an item with a seed is a question."""
+"""What is asked: items with a grader make a task, and an item with a seed is a question.
+
+The items of a public benchmark are rows of a file in a directory, or of a data set that the hub has by name.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
+
+from redraft.errors import RedraftError, UsageError
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,6 @@ class Task(Protocol):
 
     def items(self, limit: int) -> Sequence[Item]:
         """The first `limit` items, or all if there are fewer. Raises UsageError when they cannot be read."""
-        ...
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         """Whether `answer` is right. ended: the model closed it, the token limit did not cut it. Never raises."""
@@ -44,12 +53,78 @@ class Question:
 
 def ask(tasks: Iterable[Task], limit: int, seed: int) -> list[Question]:
     """The first `limit` questions of every task."""
-    return [
-        Question(task, item, item_seed(seed, index)) for task in tasks for index, item in enumerate(task.items(limit))
-    ]
+    numbered = ((task, index, item) for task in tasks for index, item in enumerate(task.items(limit)))
+    return [Question(task, item, item_seed(seed, index)) for task, index, item in numbered]
 
 
 def item_seed(seed: int, index: int) -> int:
     """The seed of item `index`: the same whatever the batch size, the limit and the other items."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Benchmark:
+    """A task whose items are rows: of `file` (JSON lines, .gz or not) in the directory `data`, or of a data set."""
+
+    name: str
+    file: str
+    hub: str  # the data set's name
+    config: str | None = None
+    fields: tuple[str, ...]  # text that every row has
+
+    def __init__(self, data: Path | None = None) -> None:
+        self.data = data
+
+    def items(self, limit: int) -> list[Item]:
+        return [self.item(f"{self.name}/{index}", row) for index, row in enumerate(self.rows(limit))]
+
+    def item(self, id: str, row: dict[str, str]) -> Item:
+        """What a row asks and expects."""
+        raise NotImplementedError
+
+    def rows(self, limit: int) -> list[dict[str, str]]:
+        """The first `limit` rows. Raises UsageError or RedraftError: which file and line, or what to install."""
+        if self.data is None:
+            where, rows = self.hub, self._from_hub()
+        else:
+            path = self.data / self.file
+            if not path.is_file():
+                raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
+            where, rows = str(path), _read_lines(path)
+        found = list(islice(rows, limit))
+        for number, row in enumerate(found, 1):
+            missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
+            if missing:
+                raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
+        return found
+
+    def _from_hub(self) -> Iterable[Any]:
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(
+                f"{self.hub} is read through the library datasets, which is not installed; run pip install datasets, "
+                f"or give --data DIR with {self.file} in it"
+            ) from None
+        try:
+            return datasets.load_dataset(self.hub, self.config, split="test")
+        except Exception as e:
+            raise RedraftError(
+                f"{self.hub} could not be loaded from the hub ({type(e).__name__}: {e}); give --data DIR with "
+                f"{self.file} in it"
+            ) from None
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise RedraftError(f"{path} is damaged ({e}); fetch it again") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise RedraftError(f"{path}: line {number} is not JSON ({e})") from None

@@ -21,10 +21,10 @@ from redraft.evaluate.base import Question, Task, ask
 from redraft.evaluate.charts import draw_charts
 from redraft.evaluate.models import Models, needed_bytes, stored_packed
 from redraft.evaluate.report import WARM_UP_STARTS, markdown
-from redraft.evaluate.results import Folder, run_id
+from redraft.evaluate.results import Folder, Results, run_id
 from redraft.evaluate.run import Record, Side, allocated, answers
 from redraft.evaluate.summary import arm_figures, by_task, compare_arms
-from redraft.evaluate.tasks import STAND_IN_LENGTHS, StandIn, select_tasks
+from redraft.evaluate.tasks import StandIn, select_tasks
 from redraft.files import write_text
 from redraft.store.open import open_model
 from redraft.store.random import is_random
@@ -40,21 +40,10 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        model: str,
-        arms: str,
-        tasks: str,
-        *,
-        device: torch.device,
-        data: Path | None = None,
-        limit: int = 50,
-        seed: int = 0,
-        fixed_steps: int | None = None,
-        shared: dict[str, Any] | None = None,
-        in_place: bool = False,
-    ):
-        self.model, self.device, self.dtype = model, device, default_dtype(device)
-        self.limit, self.seed, self.fixed_steps, self.in_place = limit, seed, fixed_steps, in_place
+        self, model: str, arms: str, tasks: str, *, device: torch.device, data: Path | None = None, limit: int = 50,
+        seed: int = 0, fixed_steps: int | None = None, shared: Mapping[str, Any] | None = None, in_place: bool = False,
+    ):  # fmt: skip
+        self.device, self.dtype, self.in_place = device, default_dtype(device), in_place
         parsed = parse_arms(arms, model)
         self.files = {name: open_model(name) for name in dict.fromkeys(arm.model for arm in parsed)}
         self.arms = [arm.resolved(stored_packed(self.files[arm.model])) for arm in parsed]
@@ -63,24 +52,21 @@ class Comparison:
         for arm in self.arms:
             base, endless = self.files[arm.model].settings, arm.model in self.random
             self.settings[arm.name] = arm_settings(arm, base, shared or {}, fixed_steps, endless)
-        self.tasks = choose_tasks(tasks, data, stand_in=len(self.random) == len(self.files))
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        if not names:
+            raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
+        self.tasks: dict[str, Task] = {}
+        for name in names:
+            self.tasks |= select_tasks(name, data, stand_in=len(self.random) == len(self.files))
         self.questions = ask(self.tasks.values(), limit, seed)
-
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for answers to belong together."""
-        return {
-            "model": self.model,
-            "arms": ", ".join(arm.name for arm in self.arms),
-            "tasks": ", ".join(self.tasks),
-            "limit": self.limit,
-            "seed": self.seed,
-            "questions": fingerprint(self.questions),
-            "fixed_steps": self.fixed_steps,
-            "in_place": self.in_place,
+        # What must be equal for answers to belong together.
+        self.identity = {
+            "model": model, "arms": ", ".join(self.settings), "tasks": ", ".join(self.tasks), "limit": limit,
+            "seed": seed, "questions": fingerprint(self.questions), "fixed_steps": fixed_steps, "in_place": in_place,
             "dtype": str(self.dtype).removeprefix("torch."),
             "settings": {name: dataclasses.asdict(settings) for name, settings in self.settings.items()},
-            "environment": environment(self.device),
-        }
+            "environment": environment(device),
+        }  # fmt: skip
 
     def run(self, folder: Folder, progress: Callable[[Record, int, int], object]) -> list[Record]:
         """Answer what is still open and return all answers. An interruption loses the answer under way.
@@ -89,18 +75,15 @@ class Comparison:
         """
         if "probe" not in folder.facts:
             folder.note(probe=probe(self.device).to_dict(), why_in_place=self._why_in_place(), about={})
-        together = folder.facts["why_in_place"] is None
+        together, total = folder.facts["why_in_place"] is None, len(self.arms) * len(self.questions)
         models = Models(self.files, self.device, self.dtype, in_place=not together)
-        grouped, total = groups(self.arms, together), len(self.arms) * len(self.questions)
 
         def opened(side: Side) -> None:
             folder.note(about={**folder.facts["about"], side.name: side.about})
 
-        with folder.results() as results:
-            return results.gather(
-                answer_all(models, grouped, self.questions, self.settings, results.done, opened),
-                lambda record: progress(record, len(results.records), total),
-            )
+        with Results(folder.items, folder.run) as results:
+            new = answer_all(models, groups(self.arms, together), self.questions, self.settings, results.done, opened)
+            return results.gather(new, lambda record: progress(record, len(results.records), total))
 
     def _why_in_place(self) -> str | None:
         """Why not all arms are loaded at once, None when they are."""
@@ -113,9 +96,9 @@ class Comparison:
 
     def write_report(self, folder: Folder, records: list[Record]) -> dict[str, Any]:
         """Write report.json, report.md and the charts into the folder, and return what report.json holds."""
-        names, tasks, facts = [arm.name for arm in self.arms], list(self.tasks), folder.facts
+        names, tasks, facts = list(self.settings), list(self.tasks), folder.facts
         report = {
-            **self.identity(),
+            **self.identity,
             "arms": [
                 {"name": arm.name, "description": arm.describe(), "about": facts["about"].get(arm.name, {})}
                 for arm in self.arms
@@ -138,25 +121,13 @@ class Comparison:
         return report
 
 
-def choose_tasks(text: str, data: Path | None, stand_in: bool) -> dict[str, Task]:
-    """The tasks of a comma-separated list; stand-ins for benchmarks without `data` where `stand_in` allows them."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
-    tasks: dict[str, Task] = {}
-    for name in names:
-        replaced = stand_in and data is None and name in STAND_IN_LENGTHS
-        tasks |= {name: StandIn(name)} if replaced else select_tasks(name, data)
-    return tasks
-
-
 def fingerprint(questions: Sequence[Question]) -> str:
     """A short name of what is asked and expected."""
     return run_id([[q.item.id, q.item.prompt, q.item.expected, q.seed] for q in questions])
 
 
 def arm_settings(
-    arm: Arm, base: DecodeSettings, shared: dict[str, Any], fixed_steps: int | None, endless: bool
+    arm: Arm, base: DecodeSettings, shared: Mapping[str, Any], fixed_steps: int | None, endless: bool
 ) -> DecodeSettings:
     """The complete settings of an arm: the checkpoint's, those for all arms, its own, and what fixes the passes.
 
@@ -181,13 +152,9 @@ def groups(arms: Sequence[Arm], together: bool) -> list[list[Arm]]:
 
 
 def answer_all(
-    models: Models,
-    grouped: Sequence[Sequence[Arm]],
-    questions: Sequence[Question],
-    settings: Mapping[str, DecodeSettings],
-    done: set[tuple[str, str]],
-    opened: Callable[[Side], None],
-) -> Iterator[Record]:
+    models: Models, grouped: Sequence[Sequence[Arm]], questions: Sequence[Question],
+    settings: Mapping[str, DecodeSettings], done: set[tuple[str, str]], opened: Callable[[Side], None],
+) -> Iterator[Record]:  # fmt: skip
     """Answer every question by every arm but for the (arm name, item id) in `done`.
 
     settings: complete, by arm name. opened(side) is called when an arm is ready. A group in which nothing is left

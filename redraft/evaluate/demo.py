@@ -23,13 +23,10 @@ FILE = Path(__file__).parents[1] / "demo" / "heldout.jsonl"
 
 
 @cache
-def _rows() -> dict[str, list[dict[str, Any]]]:
-    """The lines of the file, by task."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for line in FILE.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        rows.setdefault(row["task"], []).append(row)
-    return rows
+def _rows(task: str) -> list[dict[str, Any]]:
+    """The lines of a task."""
+    rows = map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["task"] == task]
 
 
 def same_text(item: Item, answer: str) -> bool:
@@ -95,13 +92,11 @@ class DemoTask:
 
     def items(self, limit: int) -> list[Item]:
         """The first `limit`. Raises UsageError when there are fewer."""
-        rows = _rows()[self.name]
+        rows = _rows(self.name)
         if limit > len(rows):
             raise UsageError(f"task {self.name} has only {len(rows)} held-out prompts, {limit} asked for")
-        return [
-            Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words"))
-            for i, row in enumerate(rows[:limit])
-        ]
+        found = enumerate(rows[:limit])
+        return [Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words")) for i, row in found]
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         return self.grader(item, answer)

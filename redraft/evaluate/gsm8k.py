@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from redraft.evaluate.base import Item
-from redraft.evaluate.source import Benchmark, Source
+from redraft.evaluate.base import Benchmark, Item
 
 INSTRUCTION = "Reason step by step, and put the final number in \\boxed{}."
 
@@ -26,7 +25,8 @@ class Gsm8k(Benchmark):
 
     name = "gsm8k"
     description = "word problems of two to eight steps; the final number is graded"
-    source = Source("gsm8k_test.jsonl", "openai/gsm8k", "main", ("question", "answer"))
+    file, hub, config = "gsm8k_test.jsonl", "openai/gsm8k", "main"
+    fields = ("question", "answer")
 
     def item(self, id: str, row: dict[str, str]) -> Item:
         return Item(id, f"{row['question'].strip()}\n\n{INSTRUCTION}", row["answer"].rpartition("####")[2].strip())
@@ -39,12 +39,15 @@ class Gsm8k(Benchmark):
 def extract_number(answer: str) -> Fraction | None:
     """The number that `answer` gives as its result; None where there is none."""
     text = _plain(answer)
-    for stated in (last_boxed(text), _after_last("####", text)):
-        if stated is not None and (number := _first_number(stated)) is not None:
-            return number
     phrases = list(_STATED.finditer(text))
-    if phrases and (number := _first_number(_line(text[phrases[-1].end() :]))) is not None:
-        return number
+    places = (
+        last_boxed(text) or "",
+        _line(text.rpartition("####")[2]) if "####" in text else "",
+        _line(text[phrases[-1].end() :]) if phrases else "",
+    )
+    for stated in places:
+        if (number := _first_number(stated)) is not None:
+            return number
     numbers = list(_NUMBER.finditer(text))
     return _value(numbers[-1]) if numbers else None
 
@@ -62,10 +65,6 @@ def last_boxed(text: str) -> str | None:
             boxes.append((start, mark.start()))
     start, end = max(boxes, default=(0, 0))
     return text[start:end] if boxes else None
-
-
-def _after_last(mark: str, text: str) -> str | None:
-    return _line(text.rpartition(mark)[2]) if mark in text else None
 
 
 def _line(text: str) -> str:

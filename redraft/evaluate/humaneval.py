@@ -10,17 +10,17 @@ import ast
 import re
 import textwrap
 import warnings
+from contextlib import suppress
 
-from redraft.evaluate.base import Item
+from redraft.evaluate.base import Benchmark, Item
 from redraft.evaluate.sandbox import SandboxLimits, run_check
-from redraft.evaluate.source import Benchmark, Source
 
-FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 INSTRUCTION = "Complete this Python function. Answer with the whole function in one Python code block."
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10, memory_bytes=2**30)
 
 # A block that was cut off has no closing fence.
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+# How code at the top level of a module starts.
 _STATEMENT = re.compile(
     r"^(?:import\s+\w|from\s+[\w.]+\s+import\b|(?:async\s+)?def\s+\w+\s*\(|class\s+\w+\s*[(:]|@\w)", re.MULTILINE
 )
@@ -31,7 +31,8 @@ class HumanEval(Benchmark):
 
     name = "humaneval"
     description = "Python functions from docstrings; unit tests in a sandbox decide"
-    source = Source("HumanEval.jsonl.gz", "openai/openai_humaneval", None, FIELDS)
+    file, hub = "HumanEval.jsonl.gz", "openai/openai_humaneval"
+    fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
     def item(self, id: str, row: dict[str, str]) -> Item:
         prompt = f"{INSTRUCTION}\n\n```python\n{row['prompt'].rstrip()}\n```"
@@ -57,15 +58,10 @@ def assemble(prompt: str, function: str, answer: str) -> str:
         return f"{prompt}\n{whole[-1]}"
     code = blocks[0] if blocks else answer
     if defines.search(code):
-        return _longest_valid(f"{prompt}\n", _from_first_statement(code))
+        start = _STATEMENT.search(code)
+        return _longest_valid(f"{prompt}\n", code[start.start() :] if start else code)
     body = code if re.match(r"\s*\n?[ \t]", code) else textwrap.indent(code, "    ")
     return _longest_valid(prompt if prompt.endswith("\n") else f"{prompt}\n", body.strip("\n"))
-
-
-def _from_first_statement(text: str) -> str:
-    """The text from the first line that starts like code at the top level of a module."""
-    start = _STATEMENT.search(text)
-    return text[start.start() :] if start else text
 
 
 def _longest_valid(head: str, text: str) -> str:
@@ -73,16 +69,8 @@ def _longest_valid(head: str, text: str) -> str:
     lines = text.split("\n")
     for count in range(len(lines), 0, -1):
         program = head + "\n".join(lines[:count]) + "\n"
-        if _parses(program):
-            return program
-    return f"{head}{text}\n"
-
-
-def _parses(program: str) -> bool:
-    try:
-        with warnings.catch_warnings():
+        with suppress(SyntaxError, ValueError, MemoryError, RecursionError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in strings
             ast.parse(program)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return True
+            return program
+    return f"{head}{text}\n"

@@ -10,15 +10,13 @@ import importlib.util
 import json
 import select
 import sys
-import threading
 import weakref
-from functools import cached_property
+from contextlib import suppress
 from subprocess import DEVNULL, PIPE, Popen
 
 from redraft.errors import RedraftError, UsageError
-from redraft.evaluate.base import Item
+from redraft.evaluate.base import Benchmark, Item
 from redraft.evaluate.gsm8k import last_boxed
-from redraft.evaluate.source import Benchmark, Source
 
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 START_SECONDS = 120.0  # imports sympy
@@ -45,11 +43,8 @@ class Math500(Benchmark):
 
     name = "math500"
     description = "competition mathematics; the final expression is compared by value"
-    source = Source("math500_test.jsonl", "HuggingFaceH4/MATH-500", None, ("problem", "answer"))
-
-    @cached_property
-    def verifier(self) -> Verifier:
-        return Verifier()
+    file, hub = "math500_test.jsonl", "HuggingFaceH4/MATH-500"
+    fields = ("problem", "answer")
 
     def items(self, limit: int) -> list[Item]:
         if importlib.util.find_spec("math_verify") is None:
@@ -60,7 +55,7 @@ class Math500(Benchmark):
         return Item(id, f"{row['problem'].strip()}\n\n{INSTRUCTION}", row["answer"])
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
-        return self.verifier.equal(item.expected, answer)
+        return VERIFIER.equal(item.expected, answer)
 
 
 class Verifier:
@@ -68,7 +63,6 @@ class Verifier:
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
-        self._lock = threading.Lock()
         self._process: Popen[str] | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
@@ -78,10 +72,13 @@ class Verifier:
         """
         box = last_boxed(answer)
         stated = answer if box is None else f"\\boxed{{{box}}}"
-        with self._lock:
-            process = self._process or self._start()
-            reply = self._ask(process, json.dumps([reference, stated]))
-            self._process = process if reply else None
+        process = self._process = self._process or self._start()
+        with suppress(BrokenPipeError):
+            print(json.dumps([reference, stated]), file=process.stdin, flush=True)
+        reply = _read_line(process, self.seconds)
+        if not reply:
+            _stop(process)
+            self._process = None
         return reply == "true"
 
     def _start(self) -> Popen[str]:
@@ -93,21 +90,12 @@ class Verifier:
             raise RedraftError("math-verify does not start; check it with python -c 'import math_verify'")
         return process
 
-    def _ask(self, process: Popen[str], line: str) -> str:
-        """The reply, or "" after stopping a process that gave none in time."""
-        assert process.stdin is not None, "it is a pipe"
-        try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            reply = _read_line(process, self.seconds)
-        except BrokenPipeError:
-            reply = ""
-        if not reply:
-            _stop(process)
-        return reply
+
+VERIFIER = Verifier()
 
 
 def _read_line(process: Popen[str], seconds: float) -> str:
+    """The next line, "" when none comes in time or the process has ended."""
     assert process.stdout is not None, "it is a pipe"
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline().strip() if ready else ""

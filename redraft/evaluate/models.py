@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from redraft.config import ModelConfig, QuantSpec, Tier, WeightFormat
+from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
+from redraft.device import peak_bytes
+from redraft.engine.events import Result, count_tokens, cut
+from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm
-from redraft.evaluate.generate import TransformersEngine
 from redraft.evaluate.run import Side
 from redraft.network.weights import nbytes
 from redraft.quant.load import load_checkpoint
@@ -44,20 +47,24 @@ class Models:
 
     def __init__(self, files: dict[str, CheckpointFiles], device: torch.device, dtype: torch.dtype, in_place: bool):
         self.files, self.device, self.dtype, self.in_place = files, device, dtype, in_place
-        self._tokenizers: dict[str, Any] = {}
         self._loaded: dict[tuple[str, WeightFormat | None, Tier | None], Any] = {}  # tier None: an engine
 
     def open(self, arm: Arm) -> Side:
         """Load what answers for an arm, or make it of what is loaded. Raises RedraftError."""
-        if arm.runner == "engine":
-            engine = self._engine(arm.model, arm.weights)
-            about = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-            answer = partial(engine.generate_batch, tier=arm.tier)
-            return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": about})
-        model = self._transformers(arm.model, arm.weights, arm.tier)
-        wrapped = TransformersEngine(model, self._tokenizer(arm.model), self.files[arm.model].settings)
-        size, how = model_bytes(model), _about(model)
-        return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=how)
+        if arm.runner == "transformers":
+            model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
+            wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
+            size, about = model_bytes(model), _about(model)
+            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=about)
+        from redraft import load
+
+        key = (arm.model, arm.weights, None)
+        if key not in self._loaded:
+            self._loaded[key] = load(arm.model, weights=arm.weights, device=str(self.device), dtype=self.dtype)
+        engine = self._loaded[key]
+        how = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
+        answer = partial(engine.generate_batch, tier=arm.tier)
+        return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""
@@ -67,34 +74,47 @@ class Models:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _engine(self, model: str, weights: WeightFormat | None) -> Any:
-        import redraft
-
-        key = (model, weights, None)
-        if key not in self._loaded:
-            self._loaded[key] = redraft.load(model, weights=weights, device=str(self.device), dtype=self.dtype)
-        return self._loaded[key]
-
     def _transformers(self, name: str, weights: WeightFormat | None, tier: Tier) -> Any:
         from redraft.hf.experts import twin
 
-        key = (name, weights, tier)
+        key, bf16 = (name, weights, tier), (name, "bf16", "off")
         if key not in self._loaded:
             if tier != "off":
                 model = twin(self._transformers(name, weights, "off"))
                 _set_tier(model, weights, tier)
-            elif weights == "w4" and (source := self._loaded.get((name, "bf16", "off"))) is not None:
-                model = self._loaded.pop((name, "bf16", "off")) if self.in_place else twin(source)
+            elif weights == "w4" and bf16 in self._loaded:
+                model = self._loaded.pop(bf16) if self.in_place else twin(self._loaded[bf16])
                 _set_tier(model, weights, "off")
             else:
-                model = load_transformers(name, self.files[name], weights, self.device, self.dtype)
+                model = self._from_pretrained(name, weights)
             self._loaded[key] = model
         return self._loaded[key]
 
-    def _tokenizer(self, model: str) -> Any:
-        if model not in self._tokenizers:
-            self._tokenizers[model] = load_tokenizer(self.files[model].path)
-        return self._tokenizers[model]
+    def _from_pretrained(self, name: str, weights: WeightFormat | None) -> Any:
+        """transformers' model by its own `from_pretrained`; experts packed while loading for w4."""
+        from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+        from redraft.bench.rivals import transformers_config
+        from redraft.hf import W4Config
+
+        # Its own placement needs the library accelerate; without it weights take the way over the host's memory.
+        options: dict[str, Any] = {"dtype": self.dtype}
+        if self.device.type != "cpu" and find_spec("accelerate"):
+            options["device_map"] = {"": self.device}
+        files, random = self.files[name], is_random(name)
+        if random:
+            options["config"] = transformers_config(files.config)
+            options["state_dict"] = random_tensors(name, self.device, self.dtype)
+        elif files.format == compressed_tensors.FORMAT:  # by our method, not by transformers' own of that name
+            options["config"] = DiffusionGemmaConfig.from_pretrained(files.path)
+            options["config"].quantization_config = W4Config().to_dict()
+        elif weights == "w4":
+            options["quantization_config"] = W4Config()
+        model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(None if random else files.path, **options)
+        model = model.to(self.device).eval()
+        if random and weights == "w4":
+            _set_tier(model, "w4", "off")
+        return model
 
 
 def _set_tier(model: Any, weights: WeightFormat | None, tier: Tier) -> None:
@@ -108,35 +128,6 @@ def _set_tier(model: Any, weights: WeightFormat | None, tier: Tier) -> None:
     for layer in (layer for pair in layers(model) for layer in pair):
         layer.experts.repacked = None  # to fused layers: experts that no kernel covers, run as they are
     install(model, tier)
-
-
-def load_transformers(
-    name: str, files: CheckpointFiles, weights: WeightFormat | None, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """transformers' model by its own `from_pretrained`; experts packed while loading for w4."""
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
-
-    from redraft.bench.rivals import transformers_config
-    from redraft.hf import W4Config
-
-    # Its own placement needs the library accelerate; without it weights take the way over the host's memory.
-    options: dict[str, Any] = {"dtype": dtype}
-    if device.type != "cpu" and find_spec("accelerate"):
-        options["device_map"] = {"": device}
-    path: Path | None = files.path
-    if is_random(name):
-        path = None
-        options |= {"config": transformers_config(files.config), "state_dict": random_tensors(name, device, dtype)}
-    elif files.format == compressed_tensors.FORMAT:  # by our method, not by transformers' own of that name
-        options["config"] = DiffusionGemmaConfig.from_pretrained(files.path)
-        options["config"].quantization_config = W4Config().to_dict()
-    elif weights == "w4":
-        options["quantization_config"] = W4Config()
-    model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path, **options)
-    model = model.to(device).eval()
-    if is_random(name) and weights == "w4":
-        _set_tier(model, "w4", "off")
-    return model
 
 
 def random_tensors(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -175,11 +166,80 @@ def needed_bytes(arms: Sequence[Arm], files: dict[str, CheckpointFiles], dtype: 
     for name, runner, weights in holders:
         config, spec = files[name].config, files[name].spec or QuantSpec()
         total += weight_bytes(config, spec if weights == "w4" else None, dtype)
-        if (runner, weights) == ("transformers", "w4") and (name, runner, "bf16") in holders:
-            total -= _unpacked_bytes(config, dtype)  # they share all but the experts
-    working = max(4 * files[arm.model].config.canvas_length * files[arm.model].config.vocab_size for arm in arms)
-    return total + WORKING_LOGITS * working
+        if (runner, weights) == ("transformers", "w4") and (name, runner, "bf16") in holders:  # they share the rest
+            total -= dtype.itemsize * sum(math.prod(shape) for _, shape in text_tensors(config).values())
+    configs = [files[arm.model].config for arm in arms]
+    return total + WORKING_LOGITS * max(4 * config.canvas_length * config.vocab_size for config in configs)
 
 
-def _unpacked_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    return dtype.itemsize * sum(math.prod(shape) for _, shape in text_tensors(config).values())
+class TransformersEngine:
+    """transformers' `generate` behind the call of our engine, so that both answer and are counted alike."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: DecodeSettings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+
+    def generate_batch(self, prompts: Sequence[str], *, seed: Sequence[int], **settings: Any) -> list[Result]:
+        """Answer user turns one after the other."""
+        return [self.generate(prompt, seed=each, **settings) for prompt, each in zip(prompts, seed, strict=True)]
+
+    def generate(self, prompt: str, *, seed: int, **settings: Any) -> Result:
+        """Answer one user turn. Raises UsageError for settings that transformers refuses."""
+        chosen = self.settings.replace(**settings)
+        pad, options = self.model.config.text_config.pad_token_id or 0, generate_options(chosen)
+        began = time.perf_counter()
+        chat = [{"role": "user", "content": prompt}]
+        encoded: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        ids = torch.tensor([encoded["input_ids"]], device=self.model.device)
+        torch.manual_seed(seed)
+        with _count_passes(self.model) as steps:
+            output = self.model.generate(input_ids=ids, pad_token_id=pad, **options)
+        answer = output.sequences[0, ids.shape[1] :].tolist()
+        tokens, finish_reason = cut(answer, chosen.eos_token_ids, chosen.max_new_tokens)
+        return Result(
+            token_ids=tokens,
+            tokens=count_tokens(tokens, pad),
+            prompt_tokens=ids.shape[1],
+            steps_per_canvas=steps,
+            seconds=time.perf_counter() - began,
+            finish_reason=finish_reason or "length",
+            seed=seed,
+            peak_memory_bytes=peak_bytes(self.model.device),
+            text=str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
+        )
+
+
+def generate_options(settings: DecodeSettings) -> dict[str, Any]:
+    """Our settings as keywords of transformers' `generate`: all of them, whatever its generation config says."""
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+    if settings.t_max == settings.t_min:
+        raise UsageError(f"t_max equals t_min ({settings.t_min:g}), which transformers refuses; raise t_max a little")
+    return {
+        "max_new_tokens": settings.max_new_tokens,
+        "max_denoising_steps": settings.max_denoising_steps,
+        "sampler_config": EntropyBoundSamplerConfig(entropy_bound=float(settings.entropy_bound)),
+        "t_min": float(settings.t_min),
+        "t_max": float(settings.t_max),
+        "stability_threshold": settings.stability_threshold,
+        "confidence_threshold": float(settings.confidence_threshold),
+        "eos_token_id": list(settings.eos_token_ids) or None,
+    }
+
+
+@contextmanager
+def _count_passes(model: Any) -> Iterator[list[int]]:
+    """Denoising passes of each canvas: the encoder runs once before a canvas, the decoder once in a pass.
+
+    Hooks and not a streamer, which would have every pass's canvas copied to the host and slow the model down.
+    """
+    steps: list[int] = []
+
+    def denoise(*_: Any) -> None:
+        steps[-1] += 1
+
+    inner = model.model
+    with (
+        inner.encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
+        inner.decoder.register_forward_pre_hook(denoise),
+    ):
+        yield steps

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from redraft.config import read_json
@@ -37,9 +36,8 @@ class Results:
             check_target(path)
             part = part_path(path)
             if part.exists():
-                data = part.read_bytes()
                 # Without the line that was being written when the run ended.
-                os.truncate(part, data.rfind(b"\n") + 1)
+                os.truncate(part, part.read_bytes().rfind(b"\n") + 1)
                 self.records = read_results(part, run)
             self._file = part.open("a", encoding="utf-8")
 
@@ -64,7 +62,7 @@ class Results:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._file and self.path:
             with self._file:
                 os.fsync(self._file.fileno())
@@ -140,10 +138,6 @@ class Folder:
     def finished(self) -> list[Record] | None:
         """All answers of a comparison that is complete, None of another."""
         return read_results(self.items, self.run) if self.items.exists() else None
-
-    def results(self) -> Results:
-        """The file of answers, with those of an interrupted run."""
-        return Results(self.items, self.run)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -93,8 +93,7 @@ class Side:
         began = time.perf_counter()
         results = self.generate(questions)
         synchronize(self.device)
-        seconds = (time.perf_counter() - began) / len(questions)
-        peak = peak_bytes(self.device)
+        seconds, peak = (time.perf_counter() - began) / len(questions), peak_bytes(self.device)
         if self.device.type == "cuda":  # other arms' weights are no part of this one's peak
             peak += self.weight_bytes + self.kept_bytes - before
         endless = self.settings.get("eos_token_ids") == ()  # then all is noise, padding too
@@ -139,12 +138,8 @@ def answers(
 
 
 def evaluate(
-    engine: Engine,
-    questions: Sequence[Question],
-    *,
-    batch_size: int = 1,
-    settings: Mapping[str, Any] | None = None,
+    engine: Engine, questions: Sequence[Question], *, batch_size: int = 1, settings: Mapping[str, Any] | None = None,
     done: Collection[tuple[str, str]] = (),
-) -> Iterator[Record]:
+) -> Iterator[Record]:  # fmt: skip
     """The answers of one engine, an arm without a name, to the questions that are not in `done`."""
     return answers([Side("", engine.generate_batch, engine.device, settings or {})], questions, done, batch_size)

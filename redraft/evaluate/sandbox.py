@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 Case = tuple[tuple[Any, ...], Any]  # (arguments, expected value), both plain literals
@@ -117,9 +118,7 @@ def lock_down():
 """
 
 # A line per call comes in, (arguments, keyword arguments) as a literal; a line goes out, its value or its problem.
-_CANDIDATE = (
-    _COMMON
-    + r"""
+_CANDIDATE = r"""
 def reply(write=os.write, dumps=json.dumps, out=report, **fields):
     write(out, dumps(fields).encode() + b"\n")
 
@@ -142,12 +141,9 @@ except BaseException as e:
     reply(problem=explain(e))
 leave(0)
 """
-)
 
 # Trusted code only: the test, and the context that it needs, such as helpers in the problem's text.
-_TESTER = (
-    _COMMON
-    + r"""
+_TESTER = r"""
 calls, values = os.fdopen(request["calls"], "wb"), os.fdopen(request["values"], "rb")
 
 def send(line):
@@ -178,7 +174,6 @@ except BaseException as e:
 write(report, dumps({"problem": problem}).encode())
 leave(0)
 """
-)
 
 
 @dataclass(frozen=True)
@@ -193,13 +188,13 @@ class SandboxLimits:
     def resource_limits(self) -> dict[str, int]:
         """Limits by their names in the module `resource`."""
         return {
-            "RLIMIT_CPU": self.cpu_seconds,
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_CPU": self.cpu_seconds, "RLIMIT_AS": self.memory_bytes, "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": 0,  # those that are open stay open
-            "RLIMIT_CORE": 0,
-            "RLIMIT_NPROC": 1,
-        }
+            "RLIMIT_CORE": 0, "RLIMIT_NPROC": 1,
+        }  # fmt: skip
+
+
+DEFAULT_LIMITS = SandboxLimits()
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,7 @@ class SandboxResult:
 
 
 def run_function(
-    source: str, function: str, cases: Sequence[Case], limits: SandboxLimits | None = None
+    source: str, function: str, cases: Sequence[Case], limits: SandboxLimits = DEFAULT_LIMITS
 ) -> SandboxResult:
     """Define `source` in a subprocess, call `function` on each case's arguments, compare the returned literals here.
 
@@ -220,18 +215,13 @@ def run_function(
     """
     if not cases:
         raise ValueError("no cases: nothing would be checked")
-    limits = limits or SandboxLimits()
-    started = time.monotonic()
     calls = [json.dumps(repr((args, {}))) for args, _ in cases]
     lines = "\n".join([_candidate_request(source, function, BASIC_MODULES, limits), *calls, ""])
-    with tempfile.TemporaryFile() as out, _child(_CANDIDATE, subprocess.PIPE, out) as child:
-        reason = _finish(child, lines, limits)
-        reason = reason or _compare(_read(out), cases)
-    return SandboxResult(reason == "passed", reason, time.monotonic() - started)
+    return _run(_CANDIDATE, lines, limits, partial(_compare, cases))
 
 
 def run_check(
-    source: str, function: str, test: str, context: str = "", limits: SandboxLimits | None = None
+    source: str, function: str, test: str, context: str = "", limits: SandboxLimits = DEFAULT_LIMITS
 ) -> SandboxResult:
     """Define the untrusted `source` in one subprocess and run `check(function)` of the trusted `test` in another.
 
@@ -239,25 +229,15 @@ def run_check(
     str, bytes, and lists, tuples, dicts and sets of them; a function that returns anything else fails. An argument that
     the function changes in place does not change for the test. Nothing raised by the code reaches the caller.
     """
-    limits = limits or SandboxLimits()
-    started = time.monotonic()
-    with tempfile.TemporaryFile() as out, _child(_CANDIDATE, subprocess.PIPE, subprocess.PIPE) as candidate:
+    with _child(_CANDIDATE, subprocess.PIPE) as candidate:
         assert candidate.stdin and candidate.stdout, "both are pipes"
-        pipes = (candidate.stdin.fileno(), candidate.stdout.fileno())
+        calls, values = candidate.stdin.fileno(), candidate.stdout.fileno()
         request = {
-            "candidate": _candidate_request(source, function, LIBRARY_MODULES, limits),
-            "calls": pipes[0],
-            "values": pipes[1],
-            "function": function,
-            "context": context,
-            "test": test,
-            "modules": LIBRARY_MODULES,
+            "candidate": _candidate_request(source, function, LIBRARY_MODULES, limits), "calls": calls,
+            "values": values, "function": function, "context": context, "test": test, "modules": LIBRARY_MODULES,
             "limits": limits.resource_limits(),
-        }
-        with _child(_TESTER, subprocess.PIPE, out, pipes) as tester:
-            reason = _finish(tester, json.dumps(request) + "\n", limits)
-        reason = reason or _verdict(_read(out))
-    return SandboxResult(reason == "passed", reason, time.monotonic() - started)
+        }  # fmt: skip
+        return _run(_TESTER, json.dumps(request) + "\n", limits, _verdict, (calls, values))
 
 
 def _candidate_request(source: str, function: str, modules: Sequence[str], limits: SandboxLimits) -> str:
@@ -265,43 +245,38 @@ def _candidate_request(source: str, function: str, modules: Sequence[str], limit
     return json.dumps({"source": source, "function": function, "modules": modules, "limits": limits_by_name})
 
 
+def _run(
+    program: str, lines: str, limits: SandboxLimits, judge: Callable[[bytes], str], pass_fds: tuple[int, ...] = ()
+) -> SandboxResult:
+    """Send `lines` to a child and wait. judge: what its report comes to, "passed" or what is wrong."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as out, _child(program, out, pass_fds) as child:
+        try:
+            child.communicate(lines.encode(), timeout=limits.wall_seconds)
+            out.seek(0)
+            status = child.returncode
+            reason = f"the process ended with status {status}" if status else judge(out.read())
+        except subprocess.TimeoutExpired:
+            reason = f"no answer within {limits.wall_seconds:g} s"
+    return SandboxResult(reason == "passed", reason, time.monotonic() - started)
+
+
 @contextlib.contextmanager
-def _child(
-    program: str, stdin: int, stdout: int | IO[bytes], pass_fds: tuple[int, ...] = ()
-) -> Iterator[subprocess.Popen[bytes]]:
+def _child(program: str, stdout: int | IO[bytes], pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """A running child in an empty directory; at the end it is killed with everything it left behind."""
+    command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCHER, _COMMON + program]
     with (
         tempfile.TemporaryDirectory() as cwd,
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", _LAUNCHER, program],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            cwd=cwd,
-            env={},
-            start_new_session=True,
-            pass_fds=pass_fds,
+            command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=cwd, env={},
+            start_new_session=True, pass_fds=pass_fds,
         ) as child,
-    ):
+    ):  # fmt: skip
         try:
             yield child
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-
-
-def _finish(child: subprocess.Popen[bytes], lines: str, limits: SandboxLimits) -> str:
-    """Send `lines` and wait; "" or the reason why there is no report."""
-    try:
-        child.communicate(lines.encode(), timeout=limits.wall_seconds)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {limits.wall_seconds:g} s"
-    return f"the process ended with status {child.returncode}" if child.returncode else ""
-
-
-def _read(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    return file.read()
 
 
 def _verdict(report: bytes) -> str:
@@ -311,7 +286,7 @@ def _verdict(report: bytes) -> str:
         return "the test ended without a verdict"
 
 
-def _compare(report: bytes, cases: Sequence[Case]) -> str:
+def _compare(cases: Sequence[Case], report: bytes) -> str:
     """ "passed", or the first thing that is wrong."""
     lines = report.splitlines()
     for index, (args, expected) in enumerate(cases):

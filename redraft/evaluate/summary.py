@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 from redraft.evaluate.run import Record
 from redraft.evaluate.statistics import mcnemar_p, percentile, rate_ratio, wilson_interval
 
 ALL = "all"  # tasks together
+PERCENTS = (10, 50, 90, 99)  # of the spreads of a comparison
 
 
 def by_task(
@@ -22,20 +25,12 @@ def by_task(
 
 def compare_arms(records: Sequence[Record], arms: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
     """Every later arm against the first, question by question."""
-
-    def against_first(arm: str) -> dict[str, Any]:
-        return by_task(records, tasks, lambda both: pair_figures(_of(both, arms[0]), _of(both, arm)))
-
-    return [{"baseline": arms[0], "arm": arm, "tasks": against_first(arm)} for arm in arms[1:]]
+    against = {arm: partial(pair_figures, baseline=arms[0], arm=arm) for arm in arms[1:]}
+    return [{"baseline": arms[0], "arm": arm, "tasks": by_task(records, tasks, f)} for arm, f in against.items()]
 
 
-def _of(records: Sequence[Record], arm: str) -> list[Record]:
-    """An arm's answers in the order of their questions."""
-    return sorted((r for r in records if r.arm == arm), key=lambda r: r.id)
-
-
-def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """Accuracy with its 95 % interval, speed and steps of at least one record."""
+def summarise(records: Sequence[Record], percents: Sequence[int] = (50, 90)) -> dict[str, Any]:
+    """Accuracy with its 95 % interval, speed and steps of at least one record. percents: of the spreads."""
     correct, tokens = sum(r.correct for r in records), sum(r.tokens for r in records)
     forwards, seconds = sum(r.forwards for r in records), sum(r.seconds for r in records)
     return {
@@ -47,8 +42,8 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         "forwards": forwards,
         "tokens_per_forward": sum(r.tokens_per_forward * r.forwards for r in records) / forwards,
         "tokens_per_second": tokens / seconds,
-        "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas], 50, 90),
-        "answer_seconds": _spread([r.answer_seconds for r in records], 50, 90),
+        "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas], percents),
+        "answer_seconds": _spread([r.answer_seconds for r in records], percents),
         "cut_off": sum(r.finish_reason == "length" for r in records),
         "seconds": seconds,
     }
@@ -56,58 +51,49 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 
 def arm_figures(records: Sequence[Record]) -> dict[str, Any]:
     """What `redraft eval` gives, and what only one answer at a time can tell."""
-    figures = summarise(records)
+    figures = summarise(records, PERCENTS)
     return {
         **figures,
         "request_tokens_per_second": _mean_rate(records),
         "seconds_per_forward": figures["seconds"] / figures["forwards"],
         "canvases": sum(r.canvases for r in records),
-        "answer_tokens": _spread([r.tokens for r in records]),
-        "answer_seconds": _spread([r.seconds for r in records]),
-        "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas]),
+        "answer_tokens": _spread([r.tokens for r in records], PERCENTS),
         "empty": sum(not r.answer.strip() for r in records),
-        "prompt_tokens": _mean([r.prompt_tokens for r in records]),
+        "prompt_tokens": fmean([r.prompt_tokens for r in records]),
         "weight_bytes": max(r.weight_bytes for r in records),
         "peak_bytes": max(r.peak_bytes for r in records),
     }
 
 
-def _spread(values: Sequence[float], *percents: int) -> dict[str, float]:
-    return {"mean": _mean(values), **{f"p{q}": percentile(values, q) for q in percents or (10, 50, 90, 99)}}
+def _spread(values: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
+    return {"mean": fmean(values), **{f"p{q}": percentile(values, q) for q in percents}}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def pair_figures(baseline: Sequence[Record], other: Sequence[Record]) -> dict[str, Any]:
-    """Two arms on the same questions: verdicts, agreement, and how many times as fast the other is."""
-    pairs = list(zip(baseline, other, strict=True))
+def pair_figures(records: Sequence[Record], baseline: str, arm: str) -> dict[str, Any]:
+    """Two arms on the same questions: verdicts, agreement, and how many times as fast `arm` is."""
+    sides = [sorted((r for r in records if r.arm == name), key=lambda r: r.id) for name in (baseline, arm)]
+    pairs = list(zip(*sides, strict=True))
     verdicts = Counter((a.correct, b.correct) for a, b in pairs)
-    only_baseline, only_other = verdicts[True, False], verdicts[False, True]
-    work = [[(float(r.tokens), r.seconds) for r in side] for side in (baseline, other)]
-    passes = [[(float(r.forwards), r.seconds) for r in side] for side in (baseline, other)]
+    only_baseline, only_arm = verdicts[True, False], verdicts[False, True]
+    of_baseline, of_arm = map(_mean_rate, sides)
+    work = [[(r.tokens, r.seconds) for r in side] for side in sides]
+    passes = [[(r.forwards, r.seconds) for r in side] for side in sides]
     return {
         "items": len(pairs),
         "both_right": verdicts[True, True],
         "only_baseline_right": only_baseline,
-        "only_arm_right": only_other,
+        "only_arm_right": only_arm,
         "both_wrong": verdicts[False, False],
-        "accuracy_difference": (only_other - only_baseline) / len(pairs),
-        "mcnemar_p": mcnemar_p(only_baseline, only_other),
-        "same_verdict": 1 - (only_baseline + only_other) / len(pairs),
+        "accuracy_difference": (only_arm - only_baseline) / len(pairs),
+        "mcnemar_p": mcnemar_p(only_baseline, only_arm),
+        "same_verdict": 1 - (only_baseline + only_arm) / len(pairs),
         "same_answer": sum(a.answer == b.answer for a, b in pairs) / len(pairs),
-        "tokens_per_second_ratio": _ratio(*work),
-        "forwards_per_second_ratio": _ratio(*passes),
-        "request_tokens_per_second_ratio": _mean_rate(other) / mean if (mean := _mean_rate(baseline)) else None,
+        "tokens_per_second_ratio": rate_ratio(*work),
+        "forwards_per_second_ratio": rate_ratio(*passes),
+        "request_tokens_per_second_ratio": of_arm / of_baseline if of_baseline else None,
         "differing": [a.id for a, b in pairs if a.correct != b.correct],
     }
 
 
 def _mean_rate(records: Sequence[Record]) -> float:
-    return _mean([r.tokens / r.seconds for r in records])
-
-
-def _ratio(baseline: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
-    found = rate_ratio(baseline, other)
-    return None if found is None else {"ratio": found[0], "interval": list(found[1:])}
+    return fmean([r.tokens / r.seconds for r in records])

@@ -27,8 +27,7 @@ def scholar(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 def test_report(run: Run, scholar: FakeEngine) -> None:
     outcome = run(*EDIT, "--limit", "4", "--seed", "3", "--batch-size", "3", "--json")
     assert outcome.err == ""
-    report = json.loads(outcome.out.splitlines()[-1])
-    edit = report["tasks"]["edit"]
+    report, edit = outcome.json, outcome.json["tasks"]["edit"]
     assert (edit["items"], edit["correct"], edit["accuracy"]) == (4, 3, 0.75)
     assert edit["interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
     assert edit["tokens"] == sum(len(i.expected) + 1 for i in ITEMS) - len(ITEMS[2].expected) + 1
@@ -50,7 +49,7 @@ def test_table(run: Run, scholar: FakeEngine) -> None:
 
 
 def test_all_tasks_are_summed(run: Run, engine: FakeEngine) -> None:
-    report = json.loads(run("eval", "demo", "--task", "demo:all", "--limit", "1", "--json").out)
+    report = run("eval", "demo", "--task", "demo:all", "--limit", "1", "--json").json
     assert list(report["tasks"]) == list(TASKS)
     assert report["all"]["items"] == len(TASKS)
     assert report["all"]["correct"] == 0
@@ -80,16 +79,14 @@ def test_an_interrupted_run_resumes(
     second = run(*args)
     assert second.err == "redraft: note: 2 items are done already and are not run again\n"
     assert scholar.batches == [1, 1]
-    report = json.loads(second.out)
-    assert (report["reused_items"], report["tasks"]["edit"]["correct"]) == (2, 3)
+    assert (second.json["reused_items"], second.json["tasks"]["edit"]["correct"]) == (2, 3)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["id"] for r in rows] == ["edit/0", "edit/1", "edit/2", "edit/3"]
     assert [r["correct"] for r in rows] == [True, True, False, True]
     assert [p.name for p in tmp_path.iterdir()] == ["edit.jsonl"]
 
     third = run(*args)
-    refusal = f"redraft: error: {out} already exists; remove it or choose another file\n"
-    assert (third.code, third.err) == (2, refusal)
+    assert (third.code, third.err) == (2, f"redraft: error: {out} already exists; remove it or choose another file\n")
 
 
 def _interrupt() -> None:
@@ -104,22 +101,26 @@ def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, 
         outcome = run(*EDIT, "--out", str(out), *changed)
         assert outcome.code == 2
         assert "r.jsonl.part holds results of another model, seed, task or setting" in outcome.err
-    same = run(*EDIT, "--limit", "2", "--batch-size", "1", "--out", str(out))
-    assert same.code == 0
+    assert run(*EDIT, "--limit", "2", "--batch-size", "1", "--out", str(out)).code == 0
 
 
-def test_more_items_than_a_task_has_is_a_usage_error(run: Run, engine: FakeEngine) -> None:
-    outcome = run(*EDIT, "--limit", "1001")
-    assert (outcome.code, outcome.err) == (
-        2,
-        "redraft: error: task edit has only 1000 held-out prompts, 1001 asked for\n",
-    )
-
-
-def test_an_unwritable_target_is_refused_before_loading(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
-    outcome = run(*EDIT, "--out", str(tmp_path / "no" / "r.jsonl"))
-    assert (outcome.code, engine.prompts) == (2, [])
-    assert outcome.err.endswith(f"the directory {tmp_path / 'no'} does not exist\n")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((*EDIT, "--limit", "1001"), "task edit has only 1000 held-out prompts, 1001 asked for"),
+        ((*EDIT, "--out", "no/r.jsonl"), "no/r.jsonl: the directory no does not exist"),
+        (
+            ("eval", "demo", "--task", "humaneval", "--data", "."),
+            "HumanEval.jsonl.gz does not exist; --data needs a directory that holds HumanEval.jsonl.gz",
+        ),
+    ],
+)
+def test_refusals_come_before_loading(
+    run: Run, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*args)
+    assert (outcome.code, outcome.err, engine.prompts) == (2, f"redraft: error: {message}\n", [])
 
 
 def test_a_benchmark_from_a_directory(
@@ -130,7 +131,7 @@ def test_a_benchmark_from_a_directory(
     monkeypatch.setattr(engine, "answer_to", lambda prompt: "\\boxed{1,200}" if "600" in prompt else "\\boxed{2}")
     out = tmp_path / "r.jsonl"
     outcome = run("eval", "demo", "--task", "gsm8k", "--data", str(tmp_path), "--out", str(out), "--json")
-    report = json.loads(outcome.out)["tasks"]["gsm8k"]
+    report = outcome.json["tasks"]["gsm8k"]
     assert (outcome.code, report["items"], report["correct"]) == (0, 3, 2)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["id"], r["expected"], r["correct"]) for r in records] == [
@@ -140,19 +141,9 @@ def test_a_benchmark_from_a_directory(
 
 
 def test_everyday_counts_answers_that_end(run: Run, engine: FakeEngine) -> None:
-    report = json.loads(run("eval", "demo", "--task", "everyday", "--max-new-tokens", "60", "--json").out)
-    everyday = report["tasks"]["everyday"]
+    everyday = run("eval", "demo", "--task", "everyday", "--max-new-tokens", "60", "--json").json["tasks"]["everyday"]
     assert everyday["items"] >= 20
     assert engine.batches == [1] * everyday["items"]  # their time is the figure
     assert everyday["correct"] == everyday["items"] - everyday["cut_off"] > 0
     assert everyday["cut_off"] > 0
     assert set(everyday["answer_seconds"]) == {"mean", "p50", "p90"}
-
-
-def test_missing_data_is_refused_before_loading(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
-    outcome = run("eval", "demo", "--task", "humaneval", "--data", str(tmp_path))
-    assert (outcome.code, engine.prompts) == (2, [])
-    assert outcome.err == (
-        f"redraft: error: {tmp_path / 'HumanEval.jsonl.gz'} does not exist; --data needs a directory that holds "
-        "HumanEval.jsonl.gz\n"
-    )

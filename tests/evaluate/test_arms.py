@@ -28,8 +28,7 @@ def one(text: str) -> Arm:
 )  # fmt: skip
 def test_kinds(name: str, runner: str, weights: str, tier: str) -> None:
     arm = one(name)
-    assert (arm.name, arm.model, arm.runner, arm.weights, arm.tier) == (name, "some/model", runner, weights, tier)
-    assert arm.settings == {}
+    assert arm == Arm(name, "some/model", runner, weights, tier, {})  # type: ignore[arg-type]
 
 
 def test_settings_keep_their_types() -> None:
@@ -61,17 +60,15 @@ def test_bf16_of_packed_files_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bf16", "expected at least two"),
-        ("w4,bf16,w4", "names w4 twice"),
-        ("bf16,w5", "arm 'w5' is neither a kind nor a checkpoint"),
-        ("bf16,w4-fast", "'w4-fast' is neither"),
+        ("bf16", "expected at least two"), ("w4,bf16,w4", "names w4 twice"),
+        ("bf16,w5", "arm 'w5' is neither a kind nor a checkpoint"), ("bf16,w4-fast", "'w4-fast' is neither"),
         ("bf16,w4+steps=3", "'steps=3' is not SETTING=VALUE with one of max_new_tokens"),
         ("bf16,w4+entropy_bound", "'entropy_bound' is not SETTING=VALUE"),
         ("bf16,w4+max_new_tokens=1.5", "'1.5' is not a number as max_new_tokens needs one"),
         ("bf16,entropy_bound=0", "entropy_bound is 0.0, expected a number above 0"),
         ("bf16,w4+t_max=0.3", "t_max 0.3 is below t_min"),
     ],
-)
+)  # fmt: skip
 def test_refusals(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_arms(text, "demo")

@@ -16,7 +16,7 @@ from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
 from redraft.evaluate.base import ask, item_seed
 from redraft.evaluate.comparison import answer_all, arm_settings, fingerprint, groups
-from redraft.evaluate.results import Folder
+from redraft.evaluate.results import Folder, Results
 from redraft.evaluate.run import Record, Side
 
 ARMS = [arm.resolved(False) for arm in parse_arms("bf16,w4,turbo", "demo")]
@@ -103,14 +103,14 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     first = Folder(path, {"model": "demo"})
     first.note(probe={"gbps": 1})
     grouped = groups(ARMS, together=True)
-    with pytest.raises(KeyboardInterrupt), first.results() as results:
+    with pytest.raises(KeyboardInterrupt), Results(first.items, first.run) as results:
         results.gather(answer_all(FakeModels(3 + 4), grouped, QUESTIONS, SETTINGS, set(), lambda *_: None), repr)  # type: ignore[arg-type]
     part = path / "items.jsonl.part"
     part.write_bytes(part.read_bytes()[:-20])  # the power went while the last line was written
     again = Folder(path, {"model": "demo"})
     assert again.facts == {"probe": {"gbps": 1}}
     assert again.finished() is None
-    with again.results() as results:
+    with Results(again.items, again.run) as results:
         assert len(results.done) == 3
         results.gather(run(FakeModels(), grouped, results.done), repr)
     records = Folder(path, {"model": "demo"}).finished()

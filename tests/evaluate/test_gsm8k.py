@@ -74,18 +74,16 @@ def test_long_texts_take_no_time(text: str) -> None:
 
 
 def test_items_from_a_file(tmp_path: Path) -> None:
+    asked = "Tom has 2 pens and buys 3. How many has he?"
     rows = [
-        {"question": "Tom has 2 pens and buys 3. How many has he?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+        {"question": asked, "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
         {"question": "And a thousand more? ", "answer": "#### 1,005"},
     ]
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     task = Gsm8k(tmp_path)
     first, second = task.items(10)
-    assert first == Item(
-        "gsm8k/0",
-        "Tom has 2 pens and buys 3. How many has he?\n\nReason step by step, and put the final number in \\boxed{}.",
-        "5",
-    )
+    prompt = f"{asked}\n\nReason step by step, and put the final number in \\boxed{{}}."
+    assert first == Item("gsm8k/0", prompt, "5")
     assert second.expected == "1,005"
     assert task.items(1) == [first]
     assert task.grade(second, "\\boxed{1005}")

@@ -83,41 +83,17 @@ RIGHT = {
     "def total(values):\n    return Sum(sum(values) / 2).value\n```",
     "subclass of float": "```python\nclass F(float): pass\ndef total(values):\n    return F(sum(values) / 2)\n```",
 }
-
-
-@pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
-def test_right_answers_pass(task: HumanEval, item: Item, answer: str) -> None:
-    assert task.grade(item, answer)
-
-
 WRONG = {
-    "nothing": "",
-    "prose": "I am not able to do that.",
-    "wrong body": "    return sum(values)\n",
-    "no return": "    sum(values) / 2\n",
+    "nothing": "", "prose": "I am not able to do that.", "wrong body": "    return sum(values)\n",
+    "no return": "    sum(values) / 2\n", "raises": "    raise NotImplementedError\n",
     "wrong at one case": "    return sum(values) / 2 if values else None\n",
     "another name": "```python\ndef totals(values):\n    return sum(values) / 2\n```",
     "syntax error": "```python\ndef total(values)\n    return sum(values) / 2\n```",
-    "raises": "    raise NotImplementedError\n",
     "a later wrong definition": f"```python\n{WHOLE}\ndef total(values):\n    return 0\n```",
     "only the prompt": f"```python\n{PROMPT}```",
     "text": "    return str(sum(values) / 2)\n",
-}
-
-
-@pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
-def test_wrong_answers_fail(task: HumanEval, item: Item, answer: str) -> None:
-    assert not task.grade(item, answer)
-
-
-def test_prompt_stays_in_front() -> None:
-    assert (
-        assemble(PROMPT, "total", "```python\ndef total(v):\n    pass\n```") == f"{PROMPT}\ndef total(v):\n    pass\n"
-    )
-    assert assemble(PROMPT, "total", BODY) == WHOLE
-    assert assemble(PROMPT.rstrip("\n"), "total", BODY) == WHOLE
-
-
+}  # fmt: skip
+# A pass that is faked.
 HOSTILE = {
     "exits": "import sys\nsys.exit(0)\ndef total(values): pass",
     "exits when called": "def total(values):\n    raise SystemExit(0)",
@@ -131,11 +107,22 @@ HOSTILE = {
     "    def __repr__(self): return '2.0'\ndef total(values):\n    return Any(7)",
     "replaces a helper of the test": "def halve(n): return 7\ndef total(values):\n    return 7",
 }
+CASES = [(RIGHT, True), (WRONG, False), ({name: f"```python\n{code}\n```" for name, code in HOSTILE.items()}, False)]
 
 
-@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_answers_fail(task: HumanEval, item: Item, code: str) -> None:
-    assert not task.grade(item, f"```python\n{code}\n```")
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [pytest.param(answer, right, id=name) for answers, right in CASES for name, answer in answers.items()],
+)
+def test_answers(task: HumanEval, item: Item, answer: str, right: bool) -> None:
+    assert task.grade(item, answer) is right
+
+
+def test_prompt_stays_in_front() -> None:
+    code = "def total(v):\n    pass\n"
+    assert assemble(PROMPT, "total", f"```python\n{code}```") == f"{PROMPT}\n{code}"
+    assert assemble(PROMPT, "total", BODY) == WHOLE
+    assert assemble(PROMPT.rstrip("\n"), "total", BODY) == WHOLE
 
 
 @given(st.text(alphabet="`~ \ndeftotal(x):return python\0\ud800\"'", max_size=80) | st.text(max_size=40))

@@ -15,8 +15,7 @@ from redraft.device import default_dtype
 from redraft.engine.events import Result
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
-from redraft.evaluate.generate import TransformersEngine, generate_options
-from redraft.evaluate.models import Models, needed_bytes, stored_packed
+from redraft.evaluate.models import Models, TransformersEngine, generate_options, needed_bytes, stored_packed
 from redraft.evaluate.run import Side
 from redraft.hf.experts import W4Experts
 from redraft.quant.quantize import export_compressed_tensors
@@ -25,6 +24,7 @@ from redraft.store.random import PRESETS, weight_bytes
 
 CPU = torch.device("cpu")
 TINY = "random:tiny"
+FRANCE = "What is the capital of France?"  # settles after two passes
 
 
 def models_of(text: str, model: str = TINY, in_place: bool = False, on: torch.device = CPU) -> tuple[Models, list[Arm]]:
@@ -38,6 +38,13 @@ def answer(opened: Side, prompt: str, *, seed: int, **settings: Any) -> Result:
     return opened.generate_batch([prompt], seed=[seed], **settings)[0]
 
 
+QUESTION = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
+
+
+def tokens(models: Models, arm: Arm) -> list[int]:
+    return answer(models.open(arm), "abc", **QUESTION).token_ids
+
+
 def transformers_model(opened: Any) -> Any:
     return opened.generate_batch.__self__.model
 
@@ -45,11 +52,11 @@ def transformers_model(opened: Any) -> Any:
 def test_stock_is_transformers_own_generate() -> None:
     models, (arm, _) = models_of("bf16,w4", "demo")
     opened = models.open(arm)
-    result = answer(opened, "What is the capital of France?", seed=11)
+    result = answer(opened, FRANCE, seed=11)
     wrapped: TransformersEngine = opened.generate_batch.__self__  # type: ignore[attr-defined]
     stock = DiffusionGemmaForBlockDiffusion.from_pretrained(models.files["demo"].path, dtype=torch.float32)
     ids = wrapped.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
+        [{"role": "user", "content": FRANCE}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
     )["input_ids"]  # fmt: skip
     torch.manual_seed(11)
@@ -67,8 +74,8 @@ def test_stock_is_transformers_own_generate() -> None:
 def test_passes_are_counted_per_canvas_and_hooks_are_gone() -> None:
     models, (arm, _) = models_of("bf16,w4")
     opened = models.open(arm)
-    settings = {"max_new_tokens": 40, "max_denoising_steps": 5, "stability_threshold": 5, "eos_token_ids": ()}
-    result = answer(opened, "abc", seed=1, **settings)
+    fixed = {"max_denoising_steps": 5, "stability_threshold": 5}
+    result = answer(opened, "abc", seed=1, max_new_tokens=40, eos_token_ids=(), **fixed)
     assert result.steps_per_canvas == [5, 5, 5]  # canvases of 16
     assert (len(result.token_ids), result.canvases, result.finish_reason) == (40, 3, "length")
     model = transformers_model(opened)
@@ -78,38 +85,31 @@ def test_passes_are_counted_per_canvas_and_hooks_are_gone() -> None:
 @pytest.mark.parametrize("name", ["bf16", "w4-off", "engine-w4", "engine-bf16-off"])
 def test_fixed_steps_stop_neither_early_nor_late(name: str) -> None:
     models, (arm, _) = models_of(f"{name},bf16+entropy_bound=1", "demo")
-    prompt = "What is the capital of France?"  # settles after two passes
-    opened = models.open(arm)
-    assert answer(opened, prompt, seed=0, max_new_tokens=32).steps_per_canvas == [2]
-    fixed = {"max_denoising_steps": 7, "stability_threshold": 7}
-    assert answer(opened, prompt, seed=0, max_new_tokens=32, **fixed).steps_per_canvas == [7]
+    opened, fixed = models.open(arm), {"max_denoising_steps": 7, "stability_threshold": 7}
+    assert answer(opened, FRANCE, seed=0, max_new_tokens=32).steps_per_canvas == [2]
+    assert answer(opened, FRANCE, seed=0, max_new_tokens=32, **fixed).steps_per_canvas == [7]
 
 
 def test_the_w4_model_shares_all_but_the_experts_and_leaves_stock_alone() -> None:
     models, (bf16, w4, bitexact) = models_of("bf16,w4,w4-bitexact")
     stock = transformers_model(models.open(bf16))
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
-    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    first = answer(models.open(bf16), "abc", **question).token_ids
+    first = tokens(models, bf16)
     packed, once = (transformers_model(models.open(arm)) for arm in (w4, bitexact))
-    assert stock.model.decoder.layers[0].experts is not packed.model.decoder.layers[0].experts
-    assert packed.model.decoder.layers[0].experts is packed.model.encoder.language_model.layers[0].experts
-    assert isinstance(packed.model.decoder.layers[0].experts, W4Experts)
-    assert packed.model.decoder.layers[0].experts is once.model.decoder.layers[0].experts
+    experts = packed.model.decoder.layers[0].experts
+    assert isinstance(experts, W4Experts) and experts is not stock.model.decoder.layers[0].experts
+    assert experts is packed.model.encoder.language_model.layers[0].experts is once.model.decoder.layers[0].experts
     assert packed.model.decoder.embed_tokens.weight is stock.model.decoder.embed_tokens.weight
     assert "_prepare_sampler" in vars(once) and "_prepare_sampler" not in vars(packed)
     after = stock.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert answer(models.open(bf16), "abc", **question).token_ids == first
-    off, exact = (answer(models.open(arm), "abc", **question).token_ids for arm in (w4, bitexact))
-    assert off == exact  # one random stream, the same experts
+    assert tokens(models, bf16) == first
+    assert tokens(models, w4) == tokens(models, bitexact)  # one random stream, the same experts
 
 
 def test_a_tier_on_bf16_changes_no_token_and_not_the_stock_model() -> None:
     models, (stock, once) = models_of("bf16,bf16-bitexact")
-    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    answers = [answer(models.open(arm), "abc", **question).token_ids for arm in (stock, once, stock)]
-    assert answers[0] == answers[1] == answers[2]
+    assert tokens(models, stock) == tokens(models, once) == tokens(models, stock)
     assert "_prepare_sampler" not in vars(transformers_model(models.open(stock)))
 
 
@@ -117,7 +117,7 @@ def test_a_tier_on_bf16_changes_no_token_and_not_the_stock_model() -> None:
 def test_turbo_inside_transformers_on_either_weights() -> None:
     """Not on a CPU, where Triton's interpreter takes a minute for it. The stock model stays stock beside the others."""
     models, (stock, *others) = models_of("bf16,bf16-turbo,w4-off,w4-turbo,engine-w4", on=torch.device("cuda"))
-    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 2, "stability_threshold": 2}
+    question = {**QUESTION, "max_denoising_steps": 2, "stability_threshold": 2}
     before = answer(models.open(stock), "abc", **question).token_ids
     for arm in others:
         opened = models.open(arm)
@@ -133,23 +133,19 @@ def test_turbo_inside_transformers_on_either_weights() -> None:
 def test_in_place_the_bf16_model_becomes_the_w4_one() -> None:
     models, (bf16, w4) = models_of("bf16,w4", in_place=True)
     stock = models.open(bf16)
-    model, size = transformers_model(stock), stock.weight_bytes
-    del stock
     models.close([w4])
     packed = models.open(w4)
-    assert transformers_model(packed) is model
-    assert packed.weight_bytes < size
+    assert transformers_model(packed) is transformers_model(stock)
+    assert packed.weight_bytes < stock.weight_bytes
     apart, (source, fresh) = models_of("bf16,w4")
     apart.open(source)
-    question = {"seed": 3, "max_new_tokens": 16, "max_denoising_steps": 6}
-    assert answer(packed, "abc", **question).token_ids == answer(apart.open(fresh), "abc", **question).token_ids
+    assert tokens(models, w4) == tokens(apart, fresh)
 
 
 def test_transformers_and_the_engine_hold_the_same_random_weights() -> None:
     """transformers' generate and tier bitexact of the engine draw alike, so equal weights give equal tokens."""
     models, (stock, engine) = models_of("bf16,engine-bf16-bitexact")
-    question = {"seed": 9, "max_new_tokens": 16, "max_denoising_steps": 4}
-    theirs, ours = (answer(models.open(arm), "abc def", **question) for arm in (stock, engine))
+    theirs, ours = (answer(models.open(arm), "abc def", **QUESTION) for arm in (stock, engine))
     assert theirs.token_ids == ours.token_ids
     assert (theirs.prompt_tokens, theirs.steps_per_canvas) == (ours.prompt_tokens, ours.steps_per_canvas)
 
@@ -168,9 +164,8 @@ def test_checkpoints_of_either_packed_format_as_they_are_stored(tmp_path: Path) 
     export_compressed_tensors("demo", tmp_path / "ct")
     models, arms = models_of(f"{tmp_path}/packed,{tmp_path}/ct,engine-w4-off@{tmp_path}/packed", "demo")
     assert [arm.weights for arm in arms] == ["w4"] * 3
-    question = {"seed": 5, "max_new_tokens": 32}
-    packed, ct, engine = (answer(models.open(arm), "What is the capital of France?", **question) for arm in arms)
-    assert packed.text == ct.text == engine.text == "The capital of France is Paris."
+    answers = [answer(models.open(arm), FRANCE, seed=5, max_new_tokens=32) for arm in arms]
+    assert [each.text for each in answers] == ["The capital of France is Paris."] * 3
     for arm in arms[:2]:
         experts = transformers_model(models.open(arm)).model.decoder.layers[0].experts
         assert isinstance(experts, W4Experts) and experts.spec == spec

@@ -85,4 +85,4 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     folder.note(about={})
     (folder.path / "items.jsonl.part").write_text(json.dumps({"run": folder.run}) + "\n")
     with pytest.raises(RedraftError, match="line 1 is not a result"):
-        folder.results()
+        Results(folder.items, folder.run)

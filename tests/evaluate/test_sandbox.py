@@ -6,111 +6,16 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from redraft.evaluate.sandbox import SandboxLimits, SandboxResult, run_check, run_function
+from redraft.evaluate.sandbox import DEFAULT_LIMITS, SandboxLimits, SandboxResult, run_check, run_function
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits as on Linux")
 
 DOUBLE = [((1,), 2), ((21,), 42)]
-
-
-def double(body: str = "pass", limits: SandboxLimits | None = None) -> SandboxResult:
-    """The verdict on a right function that first runs `body`, one line."""
-    return run_function(f"def f(x):\n    {body}\n    return x * 2", "f", DOUBLE, limits)
-
-
-def test_right_answer_passes() -> None:
-    result = double()
-    assert (result.passed, result.reason) == (True, "passed")
-    assert 0 < result.seconds < 5
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("def f(x):\n    return x + 1", "(21,) returned 22, expected 42"),
-        ("def f(x):\n    return float(x * 2)", "returned 2.0, expected 2"),
-        ("def f(x):\n    return object()", "no plain value"),
-        ("def f(x) return x", "SyntaxError"),
-        ("def g(x):\n    return x * 2", "KeyError"),
-        ("def f(x):\n    raise ValueError('no')", "ValueError: no"),
-        ("import sys\nsys.exit(0)", "SystemExit"),
-        ("def f(x):\n    raise SystemExit(0)", "SystemExit"),
-    ],
-)
-def test_wrong_answers_fail_with_a_reason(source: str, reason: str) -> None:
-    result = run_function(source, "f", DOUBLE)
-    assert not result.passed
-    assert reason in result.reason
-
-
-def test_no_cases_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no cases"):
-        run_function("def f(): pass", "f", [])
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "open('/etc/passwd').read()", "__import__('io').open('/etc/passwd').read()", "__import__('os').system('true')",
-        "__import__('os').fork()", "__import__('posix').fork()", "__import__('subprocess').run(['true'])",
-        "__import__('socket').create_connection(('127.0.0.1', 9))", "__import__('ctypes').CDLL(None)",
-        "__import__('_thread').start_new_thread(print, ())", "__import__('_io').open('/etc/passwd').read()",
-    ],
-)  # fmt: skip
-def test_forbidden_actions_are_refused(body: str) -> None:
-    result = double(body)
-    assert not result.passed
-    assert "Error" in result.reason
-
-
-def test_nothing_is_written_outside(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    assert not double(f"open({str(target)!r}, 'w').write('x')").passed
-    kind = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO'][0]"
-    assert not double(f"{kind}({str(target)!r}, 'w')").passed
-    assert not target.exists()
-
-
-def test_infinite_loop_is_stopped() -> None:
-    started = time.monotonic()
-    assert not double("while True: pass", SandboxLimits(wall_seconds=1.0)).passed
-    assert time.monotonic() - started < 4
-
-
-def test_cpu_limit_is_enforced() -> None:
-    result = double("while True: pass", SandboxLimits(wall_seconds=20, cpu_seconds=1))
-    assert not result.passed
-    assert "status" in result.reason
-
-
-def test_memory_bomb_is_stopped() -> None:
-    assert "MemoryError" in double("return len('a' * 10**10)").reason
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'print(\'{"values": ["2", "42"], "problem": ""}\')',
-        "print('passed')\ndef f(x):\n    print('passed')\n    return 0",
-        "import os\nos._exit(0)",
-        "import posix\nposix._exit(0)",
-        "class A(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x):\n    return A(0)",
-        "class A:\n    def __repr__(self): return 'A'\ndef f(x):\n    return A()",
-    ],
-)
-def test_faked_passes_do_not_count(source: str) -> None:
-    assert not run_function(source, "f", DOUBLE).passed
-
-
-def test_huge_output_is_bounded() -> None:
-    assert not double("return 'a' * 50_000_000").passed
-
-
-# ------------------------------------------------------------------------------------- a test in a process of its own
 TEST = "def check(candidate):\n    assert candidate(1) == 2, 'one'\n    assert candidate(21) == 42\n"
 HALF_RIGHT = "def f(x):\n    return 2\n"
 # The dictionary of `os`, without an import.
@@ -124,36 +29,164 @@ for fd in range(64):
 """
 
 
-def attack(body: str, limits: SandboxLimits | None = None) -> SandboxResult:
-    """The verdict on a right function that first runs `body`, one line with `os` at hand."""
+def of_cases(source: str) -> SandboxResult:
+    return run_function(source, "f", DOUBLE)
+
+
+def of_test(source: str) -> SandboxResult:
+    return run_check(source, "f", TEST)
+
+
+def double(body: str = "pass", limits: SandboxLimits = DEFAULT_LIMITS) -> SandboxResult:
+    """The verdict on a right function that first runs `body`, one line."""
+    return run_function(f"def f(x):\n    {body}\n    return x * 2", "f", DOUBLE, limits)
+
+
+def attack(body: str = "pass", limits: SandboxLimits = DEFAULT_LIMITS) -> SandboxResult:
+    """The same by a test in a process of its own; `body` has `os` at hand."""
     return run_check(f"{OS}def f(x):\n    {body}\n    return x * 2", "f", TEST, limits=limits)
 
 
-def test_a_right_function_passes_its_test() -> None:
-    assert run_check("def f(x):\n    return x * 2", "f", TEST) == SandboxResult(True, "passed", pytest.approx(1, abs=4))
-    assert attack("pass").passed
+def reason_of(result: SandboxResult) -> str:
+    """Why it failed."""
+    assert not result.passed
+    return result.reason
+
+
+@pytest.mark.parametrize("run", [double, attack, lambda: of_test("def f(x):\n    return x * 2")])
+def test_right_answers_pass(run: Callable[[], SandboxResult]) -> None:
+    result = run()
+    assert (result.passed, result.reason) == (True, "passed")
+    assert 0 < result.seconds < 5
+
+
+WRONG_ANSWERS = [
+    ("def f(x):\n    return x + 1", "(21,) returned 22, expected 42"),
+    ("def f(x):\n    return float(x * 2)", "returned 2.0, expected 2"),
+    ("def f(x):\n    return object()", "no plain value"), ("def f(x) return x", "SyntaxError"),
+    ("def g(x):\n    return x * 2", "KeyError"), ("def f(x):\n    raise ValueError('no')", "ValueError: no"),
+    ("import sys\nsys.exit(0)", "SystemExit"), ("def f(x):\n    raise SystemExit(0)", "SystemExit"),
+]  # fmt: skip
+WRONG_FUNCTIONS = [
+    (HALF_RIGHT, "AssertionError"), ("def f(x):\n    return x", "AssertionError: one"),
+    ("def f(x) return x", "SyntaxError"), ("def g(x):\n    return x * 2", "KeyError: 'f'"),
+    ("def f(x):\n    raise ValueError('no')", "ValueError: no"),
+    ("def f(x):\n    return object()", "no plain value: object"),
+    ("def f(x):\n    yield x * 2", "no plain value: generator"),
+    ("def f(x):\n    return [x] * 10**6", "the value is too long"),
+    ("def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y", "RecursionError"),
+    ("def f(x):\n    return f(x)", "RecursionError"),
+    ("import numpy\ndef f(x):\n    return x * 2", "ImportError: numpy is not available here"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("source", "reason"),
+    ("run", "source", "reason"),
+    [*((of_cases, *each) for each in WRONG_ANSWERS), *((of_test, *each) for each in WRONG_FUNCTIONS)],
+)
+def test_wrong_answers_fail_with_a_reason(run: Callable[[str], SandboxResult], source: str, reason: str) -> None:
+    assert reason in reason_of(run(source))
+
+
+def test_no_cases_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no cases"):
+        run_function("def f(): pass", "f", [])
+
+
+FORBIDDEN = [
+    "open('/etc/passwd').read()", "__import__('io').open('/etc/passwd').read()", "__import__('os').system('true')",
+    "__import__('os').fork()", "__import__('posix').fork()", "__import__('subprocess').run(['true'])",
+    "__import__('socket').create_connection(('127.0.0.1', 9))", "__import__('ctypes').CDLL(None)",
+    "__import__('_thread').start_new_thread(print, ())", "__import__('_io').open('/etc/passwd').read()",
+]  # fmt: skip
+FORBIDDEN_WITH_OS = [
+    "open('/etc/passwd')", "os['open']('/etc/passwd', 0)", "os['listdir']('/')", "os['system']('true')",
+    "os['fork']()", "os['execv']('/bin/true', ['true'])", "os['posix_spawn']('/bin/true', ['true'], {})",
+    "os['kill'](os['getppid'](), 9)", "os['pipe']()", "os['dup'](1)", "__import__('socket').socket()",
+    "__import__('ctypes')", "__import__('threading')", "__import__('signal')", "__import__('sys').modules['os']",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "body"), [*((double, body) for body in FORBIDDEN), *((attack, body) for body in FORBIDDEN_WITH_OS)]
+)
+def test_forbidden_actions_are_refused(run: Callable[[str], SandboxResult], body: str) -> None:
+    assert "Error" in reason_of(run(body))
+
+
+def test_nothing_is_written_outside(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert not double(f"open({str(target)!r}, 'w').write('x')").passed
+    kind = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO'][0]"
+    assert not double(f"{kind}({str(target)!r}, 'w')").passed
+    assert not target.exists()
+
+
+ENDLESS = (
+    "while True: pass", "__import__('time').sleep(60)", "10 ** 10 ** 10", "[print('x' * 1000) for _ in iter(int, 1)]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "body"), [(double, ENDLESS[0]), *((attack, body) for body in ENDLESS)])
+def test_endless_functions_are_stopped(run: Callable[..., SandboxResult], body: str) -> None:
+    started = time.monotonic()
+    assert not run(body, SandboxLimits(wall_seconds=1.0)).passed
+    assert time.monotonic() - started < 4
+
+
+def test_cpu_limit_is_enforced() -> None:
+    assert "status" in reason_of(double("while True: pass", SandboxLimits(wall_seconds=20, cpu_seconds=1)))
+
+
+@pytest.mark.parametrize(
+    ("run", "body"),
     [
-        (HALF_RIGHT, "AssertionError"),
-        ("def f(x):\n    return x", "AssertionError: one"),
-        ("def f(x) return x", "SyntaxError"),
-        ("def g(x):\n    return x * 2", "KeyError: 'f'"),
-        ("def f(x):\n    raise ValueError('no')", "ValueError: no"),
-        ("def f(x):\n    return object()", "no plain value: object"),
-        ("def f(x):\n    yield x * 2", "no plain value: generator"),
-        ("def f(x):\n    return [x] * 10**6", "the value is too long"),
-        ("def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y", "RecursionError"),
-        ("def f(x):\n    return f(x)", "RecursionError"),
-        ("import numpy\ndef f(x):\n    return x * 2", "ImportError: numpy is not available here"),
+        (double, "return len('a' * 10**10)"), (attack, "x = [0] * 10**10"),
+        (attack, "x = [bytearray(10**7) for _ in range(10**5)]"),
+    ],
+)  # fmt: skip
+def test_memory_bombs_are_stopped(run: Callable[[str], SandboxResult], body: str) -> None:
+    assert "MemoryError" in reason_of(run(body))
+
+
+FAKED_ANSWERS = [
+    'print(\'{"values": ["2", "42"], "problem": ""}\')', "import os\nos._exit(0)", "import posix\nposix._exit(0)",
+    "print('passed')\ndef f(x):\n    print('passed')\n    return 0",
+    "class A(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x):\n    return A(0)",
+    "class A:\n    def __repr__(self): return 'A'\ndef f(x):\n    return A()",
+]  # fmt: skip
+FAKED_FUNCTIONS = {
+    "prints": f'print(\'{{"problem": ""}}\')\n{HALF_RIGHT}',
+    "exits": f"import sys\nsys.exit(0)\n{HALF_RIGHT}",
+    "exits at once": f"{OS}os['_exit'](0)\n{HALF_RIGHT}",
+    "writes a verdict": OS + WRITE.format(text='{"problem": ""}') + HALF_RIGHT,
+    "writes values": OS + WRITE.format(text='{"value": "2"}') + HALF_RIGHT,
+    "writes rubbish": OS + WRITE.format(text="(" * 10**5) + HALF_RIGHT,
+    "patches builtins": "import builtins\nbuiltins.AssertionError = ValueError\n"
+    f"builtins.repr = lambda v: '2'\n{HALF_RIGHT}",
+    "equal int": "class A(int):\n    def __eq__(self, other): return True\ndef f(x):\n    return A(2)",
+    "false class": "class A:\n    __class__ = int\n    def __repr__(self): return '2'\ndef f(x):\n    return A()",
+    "hostile error": "class E(BaseException):\n    def __str__(self): raise SystemExit(0)\ndef f(x):\n    raise E",
+    "patches the harness": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        frame.f_globals.update(refuse=None, reply=print, literal=lambda v: '2')\n"
+    "        frame = frame.f_back\n    return 2",
+    "defines check": "def check(candidate): pass\ndef f(x): pass",
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "source"),
+    [
+        *((of_cases, source) for source in FAKED_ANSWERS),
+        *(pytest.param(of_test, source, id=name) for name, source in FAKED_FUNCTIONS.items()),
     ],
 )
-def test_wrong_functions_fail_with_a_reason(source: str, reason: str) -> None:
-    result = run_check(source, "f", TEST)
-    assert not result.passed
-    assert reason in result.reason
+def test_a_pass_cannot_be_faked(run: Callable[[str], SandboxResult], source: str) -> None:
+    assert not run(source).passed
+
+
+def test_huge_output_is_bounded() -> None:
+    assert not double("return 'a' * 50_000_000").passed
 
 
 @pytest.mark.parametrize(
@@ -172,53 +205,10 @@ def test_subclasses_count_as_what_they_extend() -> None:
 
 
 def test_the_context_is_the_tests_own() -> None:
-    test = "def check(f):\n    assert f(3) == double(3)\n    assert g(3) == 6\n"
+    test = "def check(f):\n    assert g(3) == double(3)\n    assert g(3) == 6\n"
     context = "def double(x): return 2 * x\ndef g(x): raise NotImplementedError\n"
-    assert run_check("def g(x):\n    return 2 * x", "g", test.replace("f(3)", "g(3)"), context).passed
-    cheat = "def double(x): return 7\ndef g(x): return 7\n"
-    assert not run_check(cheat, "g", test.replace("f(3)", "g(3)"), context).passed
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        f'print(\'{{"problem": ""}}\')\n{HALF_RIGHT}',
-        f"import sys\nsys.exit(0)\n{HALF_RIGHT}",
-        f"{OS}os['_exit'](0)\n{HALF_RIGHT}",
-        OS + WRITE.format(text='{"problem": ""}') + HALF_RIGHT,
-        OS + WRITE.format(text='{"value": "2"}') + HALF_RIGHT,
-        OS + WRITE.format(text="(" * 10**5) + HALF_RIGHT,
-        f"import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.repr = lambda v: '2'\n{HALF_RIGHT}",
-        "class A(int):\n    def __eq__(self, other): return True\ndef f(x):\n    return A(2)",
-        "class A:\n    __class__ = int\n    def __repr__(self): return '2'\ndef f(x):\n    return A()",
-        "class E(BaseException):\n    def __str__(self): raise SystemExit(0)\ndef f(x):\n    raise E",
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        frame.f_globals.update(refuse=None, reply=print, literal=lambda v: '2')\n"
-        "        frame = frame.f_back\n    return 2",
-        "def check(candidate): pass\ndef f(x): pass",
-    ],
-    ids=[
-        "prints", "exits", "exits at once", "writes a verdict", "writes values", "writes rubbish", "patches builtins",
-        "equal int", "false class", "hostile error", "patches the harness", "defines check",
-    ],
-)  # fmt: skip
-def test_a_pass_cannot_be_faked(source: str) -> None:
-    assert not run_check(source, "f", TEST).passed
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "open('/etc/passwd')", "os['open']('/etc/passwd', 0)", "os['listdir']('/')", "os['system']('true')",
-        "os['fork']()", "os['execv']('/bin/true', ['true'])", "os['posix_spawn']('/bin/true', ['true'], {})",
-        "os['kill'](os['getppid'](), 9)", "os['pipe']()", "os['dup'](1)", "__import__('socket').socket()",
-        "__import__('ctypes')", "__import__('threading')", "__import__('signal')", "__import__('sys').modules['os']",
-    ],
-)  # fmt: skip
-def test_a_checked_function_reaches_nothing(body: str) -> None:
-    result = attack(body)
-    assert not result.passed
-    assert "Error" in result.reason
+    assert run_check("def g(x):\n    return 2 * x", "g", test, context).passed
+    assert not run_check("def double(x): return 7\ndef g(x): return 7\n", "g", test, context).passed
 
 
 def test_the_callers_environment_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,15 +220,12 @@ def test_the_callers_files_stay(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_text("text")
     mode = kept.stat().st_mode
-    for body in (
-        f"os['remove']({str(kept)!r})",
-        f"os['truncate']({str(kept)!r}, 0)",
-        f"os['rename']({str(kept)!r}, {str(tmp_path / 'other')!r})",
-        f"os['chmod']({str(kept)!r}, 0)",
-        f"os['mkdir']({str(tmp_path / 'new')!r})",
-        f"os['symlink']({str(kept)!r}, {str(tmp_path / 'link')!r})",
-    ):
-        assert not attack(body).passed
+    path, new = repr(str(kept)), repr(str(tmp_path / "new"))
+    for call in (
+        f"remove']({path})", f"truncate']({path}, 0)", f"rename']({path}, {new})", f"chmod']({path}, 0)",
+        f"mkdir']({new})", f"symlink']({path}, {new})",
+    ):  # fmt: skip
+        assert not attack(f"os['{call}").passed
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
     assert (kept.read_text(), kept.stat().st_mode) == ("text", mode)
 
@@ -249,21 +236,6 @@ def test_the_kernel_refuses_what_python_does_not_audit(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     assert "PermissionError: [Errno 13]" in attack(f"os['mkfifo']({str(fifo)!r})").reason
     assert not fifo.exists()
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["while True: pass", "__import__('time').sleep(60)", "10 ** 10 ** 10", "[print('x' * 1000) for _ in iter(int, 1)]"],
-)
-def test_endless_functions_are_stopped(body: str) -> None:
-    started = time.monotonic()
-    assert not attack(body, SandboxLimits(wall_seconds=1.5)).passed
-    assert time.monotonic() - started < 5
-
-
-def test_memory_of_a_checked_function_is_bounded() -> None:
-    assert "MemoryError" in attack("x = [0] * 10**10").reason
-    assert "MemoryError" in attack("x = [bytearray(10**7) for _ in range(10**5)]").reason
 
 
 def test_nothing_is_left_running() -> None:

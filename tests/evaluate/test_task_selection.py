@@ -5,22 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from redraft.errors import RedraftError, UsageError
+from redraft.evaluate.base import Benchmark
 from redraft.evaluate.everyday import Everyday
-from redraft.evaluate.source import Source
-from redraft.evaluate.tasks import NAMES, select_tasks
-
-SOURCE = Source("rows.jsonl", "owner/rows", "main", ("question",))
+from redraft.evaluate.tasks import BENCHMARKS, select_tasks
 
 
-@pytest.mark.parametrize("name", NAMES)
+class Rows(Benchmark):
+    name, file, hub, config, fields = "rows", "rows.jsonl", "owner/rows", "main", ("question",)
+
+
+class PackedRows(Rows):
+    file = "rows.jsonl.gz"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_select_a_benchmark(name: str) -> None:
     tasks = select_tasks(name)
     assert list(tasks) == [tasks[name].name] == [name]
@@ -53,63 +58,59 @@ def test_everyday_asks_for_a_finished_answer() -> None:
 def test_rows_from_plain_and_compressed_files(tmp_path: Path) -> None:
     text = "".join(json.dumps({"question": q}) + "\n" for q in ("a", "b\u2028c", "d")) + "\n"
     (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-    assert [r["question"] for r in SOURCE.rows(tmp_path, 9)] == ["a", "b\u2028c", "d"]
-    assert len(SOURCE.rows(tmp_path, 2)) == 2
+    assert [r["question"] for r in Rows(tmp_path).rows(9)] == ["a", "b\u2028c", "d"]
+    assert len(Rows(tmp_path).rows(2)) == 2
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    packed = Source("rows.jsonl.gz", "owner/rows", None, ("question",))
-    assert packed.rows(tmp_path, 9) == SOURCE.rows(tmp_path, 9)
+    assert PackedRows(tmp_path).rows(9) == Rows(tmp_path).rows(9)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("source", "content", "error", "message"),
     [
-        (b'{"question": "a"}\n{"quest', r"rows.jsonl: line 2 is not JSON"),
-        (b'{"question": "a"}\n{"other": "b"}\n', r"rows.jsonl: row 2 lacks the text field question"),
-        (b'{"question": 3}\n', "row 1 lacks the text field question"),
-        (b"[1]\n", "row 1 lacks"),
-        (b"\xff\xfe\n", "rows.jsonl is damaged"),
+        (Rows, b'{"question": "a"}\n{"quest', RedraftError, "rows.jsonl: line 2 is not JSON"),
+        (
+            Rows,
+            b'{"question": "a"}\n{"other": "b"}\n',
+            RedraftError,
+            "rows.jsonl: row 2 lacks the text field question",
+        ),
+        (Rows, b'{"question": 3}\n', RedraftError, "row 1 lacks the text field question"),
+        (Rows, b"[1]\n", RedraftError, "row 1 lacks"),
+        (Rows, b"\xff\xfe\n", RedraftError, "rows.jsonl is damaged"),
+        (PackedRows, gzip.compress(b'{"question": "a"}\n' * 100)[:-12], RedraftError, "rows.jsonl.gz is damaged"),
+        (Rows, None, UsageError, "rows.jsonl does not exist; --data needs a directory that holds rows.jsonl"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(RedraftError, match=message):
-        SOURCE.rows(tmp_path, 9)
+def test_damaged_and_missing_files_are_named(
+    tmp_path: Path, source: type[Rows], content: bytes | None, error: type[RedraftError], message: str
+) -> None:
+    if content is not None:
+        (tmp_path / source.file).write_bytes(content)
+    with pytest.raises(error, match=message):
+        source(tmp_path).rows(9)
 
 
-def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a"}\n' * 100)[:-12])
-    with pytest.raises(RedraftError, match=r"rows.jsonl.gz is damaged"):
-        Source("rows.jsonl.gz", "owner/rows", None, ("question",)).rows(tmp_path, 9)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"rows.jsonl does not exist; --data needs a directory that holds rows.jsonl"):
-        SOURCE.rows(tmp_path, 9)
-
-
-def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
-    """Take the place of the library datasets."""
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The `load_dataset` of what takes the place of the library datasets."""
+    load = MagicMock(return_value=[{"question": "a"}, {"question": "b"}])
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    return load
 
 
-def test_without_a_directory_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    hub(monkeypatch, lambda *args, **kwargs: asked.append((args, kwargs)) or [{"question": "a"}, {"question": "b"}])
-    assert SOURCE.rows(None, 1) == [{"question": "a"}]
-    assert asked == [(("owner/rows", "main"), {"split": "test"})]
+def test_without_a_directory_the_hub_is_asked(hub: MagicMock) -> None:
+    assert Rows().rows(1) == [{"question": "a"}]
+    hub.assert_called_once_with("owner/rows", "main", split="test")
 
 
-def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("no route")
-
-    hub(monkeypatch, fail)
+def test_an_unreachable_hub_is_one_clear_error(hub: MagicMock) -> None:
+    hub.side_effect = ConnectionError("no route")
     message = r"owner/rows could not be loaded from the hub \(ConnectionError: no route\); give --data DIR"
     with pytest.raises(RedraftError, match=message):
-        SOURCE.rows(None, 1)
+        Rows().rows(1)
 
 
 def test_without_the_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # import datasets fails
     with pytest.raises(UsageError, match=r"pip install datasets, or give --data DIR with rows.jsonl in it"):
-        SOURCE.rows(None, 1)
+        Rows().rows(1)
