@@ -56,12 +56,17 @@ class Engine:
         self.weights: WeightFormat = "bf16" if checkpoint.spec is None else "w4"
         self.tokenizer = tokenizer
         self._text = Text(tokenizer, self.config.vocab_size)
-        self._most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
+        # A slot of an eager runner takes memory when it is first used; one of fused passes when they are captured.
+        most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
+        least = slots or (1 if self.fused else EAGER_SLOTS)
         longest = context or self.config.max_position_embeddings
-        self._desk = Desk(self.open_loop, self._most, longest, self._text, self.config.canvas_length)
-        self._least = (slots or 1, context or 1)
+
+        def open_loop(wanted: int, positions: int) -> Loop:
+            return self.open_loop(max(wanted, least), max(positions, context or 1))
+
+        self._desk = Desk(open_loop, most, longest, self._text, self.config.canvas_length)
         if (slots or context) and tier == "turbo":
-            self._desk.open(*self._least)
+            self._desk.open(least, longest if context else 1)
 
     def _fuse(self, checkpoint: Checkpoint) -> FusedModel | None:
         """Fused passes need a GPU, BF16 and shapes that the kernels cover; else turbo runs on torch's operations."""
@@ -196,15 +201,14 @@ class Engine:
         It has `slots` slots of `positions` positions, or fewer where memory ends. Raises MemoryShortage if not even the
         fewest fit.
         """
-        slots, positions = max(slots, self._least[0]), max(positions, self._least[1])
         if self.fused is None:
-            return Loop(EagerRunner(self.model, self._most), self.config)
+            return Loop(EagerRunner(self.model, slots), self.config)
         # Rounded up, so that a slightly longer prompt does not plan anew.
         capacity = -(-positions // 1024) * 1024
         while True:
             try:
                 return Loop(GraphRunner(self.fused, slots, capacity), self.config)
             except MemoryShortage:
-                if slots <= self._least[0]:
+                if slots == 1:
                     raise
-                slots = max(slots // 2, self._least[0])
+                slots //= 2
