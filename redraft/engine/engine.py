@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,10 +61,8 @@ class Engine:
         most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
         least = slots or (1 if self.fused else EAGER_SLOTS)
         longest = context or self.config.max_position_embeddings
-
-        def open_loop(wanted: int, positions: int) -> Loop:
-            return self.open_loop(max(wanted, least), max(positions, context or 1))
-
+        # Not a method of this engine, which would be in a cycle with its desk and outlive its last user.
+        open_loop = partial(_open_loop, self.model, self.fused, least=(least, context or 1))
         self._desk = Desk(open_loop, most, longest, self._text, self.config.canvas_length)
         if (slots or context) and tier == "turbo":
             self._desk.open(least, longest if context else 1)
@@ -182,8 +181,10 @@ class Engine:
         if len(set(seeds)) > 1:
             raise UsageError(f"tier {tier} draws a whole batch from one seed; pass one seed or use tier turbo")
 
+        model = self.model
+
         def open_loop(slots: int, positions: int) -> Loop:
-            return Loop(LockstepRunner(self.model, slots, seeds[0]), self.config)
+            return Loop(LockstepRunner(model, slots, seeds[0]), model.config)
 
         longest = self.config.max_position_embeddings
         return Desk(open_loop, len(seeds), longest, self._text, self.config.canvas_length)
@@ -198,17 +199,24 @@ class Engine:
     def open_loop(self, slots: int, positions: int) -> Loop:
         """A loop of its own in tier turbo, on fused passes where the device allows.
 
-        It has `slots` slots of `positions` positions, or fewer where memory ends. Raises MemoryShortage if not even the
-        fewest fit.
+        It has `slots` slots of `positions` positions, or fewer where memory ends. Raises MemoryShortage if not even one
+        fits.
         """
-        if self.fused is None:
-            return Loop(EagerRunner(self.model, slots), self.config)
-        # Rounded up, so that a slightly longer prompt does not plan anew.
-        capacity = -(-positions // 1024) * 1024
-        while True:
-            try:
-                return Loop(GraphRunner(self.fused, slots, capacity), self.config)
-            except MemoryShortage:
-                if slots == 1:
-                    raise
-                slots //= 2
+        return _open_loop(self.model, self.fused, slots, positions)
+
+
+def _open_loop(
+    model: Model, fused: FusedModel | None, slots: int, positions: int, least: tuple[int, int] = (1, 1)
+) -> Loop:
+    slots, positions = max(slots, least[0]), max(positions, least[1])
+    if fused is None:
+        return Loop(EagerRunner(model, slots), model.config)
+    # Rounded up, so that a slightly longer prompt does not plan anew.
+    capacity = -(-positions // 1024) * 1024
+    while True:
+        try:
+            return Loop(GraphRunner(fused, slots, capacity), model.config)
+        except MemoryShortage:
+            if slots == 1:
+                raise
+            slots //= 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tiny import CANVAS, VOCAB
@@ -106,6 +109,45 @@ def test_turbo_text_does_not_depend_on_the_batch(engine):
     together = engine.generate_batch(prompts, seed=[7, 8, 9], **FAST)
     for prompt, seed, result in zip(prompts, (7, 8, 9), together, strict=True):
         assert engine.generate(prompt, seed=seed, **FAST).token_ids == result.token_ids
+
+
+def test_prompts_join_while_others_run(engine):
+    """Submitted one by one, read in turn: each as it is alone; what a conversation repeats is not read again."""
+    settings = {"max_denoising_steps": 4, "max_new_tokens": 2 * CANVAS}
+    tickets = [engine.submit(PROMPT[: i + 1], seed=i, **settings) for i in range(3)]
+    streams, results = [iter(t) for t in tickets], []
+    while len(results) < 3:
+        results += [e for e in (next(s, None) for s in streams) if isinstance(e, Result)]
+    for result in results:
+        alone = engine.generate(PROMPT[: result.seed + 1], seed=result.seed, **settings)
+        assert alone.token_ids == result.token_ids
+    turn = [*PROMPT[:3], *next(r for r in results if r.seed == 2).token_ids, 60, 61]
+    assert engine.generate(turn, seed=9, **settings).cached_tokens == 3 + CANVAS
+
+
+def test_slots_and_context_are_planned_at_load(tiny_dir):
+    small = redraft.load(tiny_dir, weights="bf16", device="cpu", slots=2, context=40)
+    assert [r.canvases for r in small.generate_batch([PROMPT] * 5, **FAST)] == [2] * 5
+    with pytest.raises(UsageError, match="need 58 positions, a slot has 40"):
+        small.generate([5] * 50, **FAST)
+    with pytest.raises(UsageError, match="slots is 0, expected a whole number of at least 1"):
+        redraft.load(tiny_dir, weights="bf16", device="cpu", slots=0)
+
+
+def test_an_engine_is_freed_the_moment_nobody_holds_it(tiny_dir):
+    """With its runner, and the graphs that one holds on a GPU."""
+    gc.collect()
+    gc.disable()
+    try:
+        dropped = redraft.load(tiny_dir, weights="bf16", device="cpu")
+        stream = dropped.stream(PROMPT, **FAST)
+        next(stream)
+        dead = [weakref.ref(dropped), weakref.ref(dropped._desk._loop.runner)]
+        stream.close()
+        del stream, dropped
+        assert [ref() for ref in dead] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_text_and_messages_go_through_the_template(engine):
