@@ -75,7 +75,6 @@ class Desk:
         self._loop: Loop | None = None
         self._queue: deque[Ticket] = deque()  # not yet in the loop
         self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
-        self._dropped: deque[Ticket] = deque()
 
     def open(self, slots: int, positions: int) -> None:
         """Open the loop now, before any request."""
@@ -95,7 +94,7 @@ class Desk:
             except BaseException:
                 for ticket in tickets:
                     self.cancel(ticket)
-                self._forget_dropped()
+                self._drop_cancelled()
                 raise
         return tickets
 
@@ -122,7 +121,6 @@ class Desk:
     def cancel(self, ticket: Ticket) -> None:
         """See Ticket.cancel. Never waits: it may be called by a finaliser, in the middle of a step."""
         ticket._end(None)
-        self._dropped.append(ticket)
 
     def close(self) -> None:
         """Cancel everything and give the loop's memory back; the next request opens another."""
@@ -144,7 +142,7 @@ class Desk:
     def _step(self) -> None:
         """One step of the loop; runs while `_stepping` keeps everybody else out."""
         try:
-            self._forget_dropped()
+            self._drop_cancelled()
             self._fill()
             if self._loop is not None:
                 for number, event in self._loop.step():
@@ -153,6 +151,8 @@ class Desk:
                         self._loop.cancel(number)
                     elif not ticket._over:
                         ticket._take(event)
+                    if isinstance(event, Result):
+                        self._tickets.pop(number, None)
         except BaseException as e:
             broken = isinstance(e, Exception)
             self._abandon(e if isinstance(e, Exception) else RedraftError("another request was interrupted"))
@@ -192,15 +192,12 @@ class Desk:
         if self._loop.runner.slots < slots:
             self._most_slots = self._loop.runner.slots
 
-    def _forget_dropped(self) -> None:
-        while self._dropped:
-            ticket = self._dropped.popleft()
-            if ticket in self._queue:
-                self._queue.remove(ticket)
-            for number in [n for n, other in self._tickets.items() if other is ticket]:
-                if self._loop is not None:
-                    self._loop.cancel(number)
-                del self._tickets[number]
+    def _drop_cancelled(self) -> None:
+        self._queue = deque(ticket for ticket in self._queue if not ticket._over)
+        for number in [number for number, ticket in self._tickets.items() if ticket._over]:
+            if self._loop is not None:
+                self._loop.cancel(number)
+            del self._tickets[number]
 
     def _abandon(self, failure: Exception) -> None:
         for ticket in [*self._queue, *self._tickets.values()]:
