@@ -13,17 +13,18 @@ from redraft.network.fused import FusedLayer, FusedModel
 
 
 class FusedStep:
-    """A batch in the slots of a GraphRunner; implements `passes.DenoiseStep`."""
+    """A batch in the first of the slots of a GraphRunner; implements `passes.DenoiseStep`."""
 
     name = "fused"
     capturable = True
 
-    def __init__(self, model: FusedModel, batch: int, prompt_tokens: int, seed: int):
+    def __init__(self, model: FusedModel, batch: int, prompt_tokens: int, seed: int, slots: int = 0):
         self.model, self.config = model, model.config
         self.prompts = random_tokens(self.config.vocab_size, (batch, prompt_tokens), seed, model.device).tolist()
-        self.runner = GraphRunner(model, batch, prompt_tokens)
+        self.runner = GraphRunner(model, max(slots, batch), prompt_tokens)
         self.slots = list(range(batch))
-        self._pass, self._table = self.runner.work.passes[batch], self.runner.work.lanes[batch].table
+        width = min(width for width in self.runner.work.passes if width >= batch)
+        self._pass, self._table = self.runner.work.passes[width], self.runner.work.lanes[width].table
         b = self._pass.rows
         # BF16 experts return a new tensor from every call: another of its shape serves for timing what follows.
         self._expert_rows = b.experts.out if b.experts else b.x.repeat_interleave(self.config.top_k_experts, dim=0)

@@ -29,7 +29,7 @@ OURS = "redraft"
 PARTS_SECONDS = 0.3  # spent on each part
 
 
-def open_step(engine: Engine, batch: int, prompt_tokens: int, seed: int = 0) -> DenoiseStep:
+def open_step(engine: Engine, batch: int, prompt_tokens: int, seed: int = 0, slots: int = 0) -> DenoiseStep:
     """Passes as the engine's tier runs them: fused in turbo where the device allows, else the reference network's.
 
     Raises UsageError when prompt and canvas exceed the context.
@@ -38,7 +38,7 @@ def open_step(engine: Engine, batch: int, prompt_tokens: int, seed: int = 0) -> 
     if engine.fused is not None and engine.tier == "turbo":
         from redraft.bench.fused_step import FusedStep
 
-        return FusedStep(engine.fused, batch, prompt_tokens, seed)
+        return FusedStep(engine.fused, batch, prompt_tokens, seed, slots)
     return ReferenceStep(engine.model, batch, prompt_tokens, seed)
 
 
@@ -114,6 +114,7 @@ def bench_step(
     batch: int,
     passes: int,
     rounds: int,
+    slots: int = 0,
     rivals: Mapping[str, Callable[[], Arm]] | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> StepResult:
@@ -124,7 +125,7 @@ def bench_step(
     """
     device, roofline = engine.device, probe.roofline
     reset_peak(device)
-    step = open_step(engine, batch, prompt_tokens)
+    step = open_step(engine, batch, prompt_tokens, slots=slots)
     ours = StepArm(step, device)
     ours.ms_per_pass(passes)  # warm-up, and the peak of a whole run
     peak = peak_bytes(device)

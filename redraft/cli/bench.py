@@ -34,6 +34,9 @@ def step(
     ] = None,
     prompt_tokens: options.PromptTokens = 1024,
     batch: options.Batch = 1,
+    slots: Annotated[
+        int, typer.Option("--slots", metavar="N", min=0, help="Slots that the batch is in; 0: as many as canvases.")
+    ] = 0,
     passes: options.Passes = 16,
     rounds: options.Rounds = 5,
     loading: options.Loading,
@@ -54,13 +57,13 @@ def step(
     others = rivals(names, engine, batch, prompt_tokens)
     try:
         with working("warming up") as status:
-            result = bench_step(engine, limits, **about, rivals=others, progress=status.update)
+            result = bench_step(engine, limits, **about, slots=slots, rivals=others, progress=status.update)
     except torch.OutOfMemoryError:
         raise RedraftError(f"{engine.device} ran out of memory; use fewer canvases or a shorter prompt") from None
     print_step(result)
     points = {**result.parts, "pass": result.total}
     output.draw(limits.roofline, points, f"{model}, {batch} canvases, prompt {prompt_tokens}")
-    output.print({**subject.describe(), **about, **result.to_dict()})
+    output.print({**subject.describe(), **about, "slots": max(slots, batch), **result.to_dict()})
     for name, reason in result.failed.items():
         raise RedraftError(f"{name} could not be measured: {reason}")
 

@@ -55,6 +55,7 @@ def alone(exported):
     target, folder = exported.parent / "results.pt", exported.parent
     shutil.copytree(exported, hub_snapshot(folder / "hub", "model-1.5"))
     caches = {"HF_MODULES_CACHE": str(folder / "cache"), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    caches["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # sums of other lengths are other bits
     runner = [sys.executable, "-I", Path(__file__).with_name("remote_runner.py")]
     command = [*runner, exported, "org/model-1.5", target]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **caches}, cwd=folder, check=False)
