@@ -145,7 +145,8 @@ def _experts(
 
 def _over(forward: type, *classes: type) -> dict[type, type]:
     """Each of transformers' classes -> the same with the given forward before its own."""
-    return {stock: type(forward.__name__ + stock.__name__, (forward, stock), {}) for stock in classes}
+    names = {stock: forward.__name__.removeprefix("_") + stock.__name__ for stock in classes}
+    return {stock: type(name, (forward, stock), {}) for stock, name in names.items()}
 
 
 _ATTENTION = _over(_JoinedAttention, DiffusionGemmaEncoderTextAttention, DiffusionGemmaDecoderTextAttention)

@@ -121,7 +121,7 @@ def test_every_pass_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
             return dict.fromkeys(PARTS, lambda: None)
 
     mine = Bare()
-    monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens: mine)
+    monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens, slots: mine)
     result = bench(engine, prompt_tokens=16, passes=3, rounds=2)
     assert mine.passes == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
     assert {name: part.work for name, part in result.parts.items()} == pass_work(Shapes.of(engine), 1, 16)
