@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from redraft.cli.live import DraftView, printable, show_live
-from redraft.cli.options import check_load_options
+from redraft.config import TIERS, WEIGHT_FORMATS, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,10 @@ PIPE_WIDTH = 100_000  # a file has no width; rich wants one
 
 def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
     """Load a model, saying on stderr what was left out. Raises RedraftError."""
-    check_load_options(weights, tier)
+    if weights is not None:
+        check_choice("weights", weights, WEIGHT_FORMATS)
+    if tier is not None:
+        check_choice("tier", tier, TIERS)
     with working(f"loading {model}"):
         import redraft
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from redraft.config import TIERS, WEIGHT_FORMATS, DecodeSettings, check_choice, check_seed
+from redraft.config import TIERS, WEIGHT_FORMATS, DecodeSettings, check_seed
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,11 +142,3 @@ def decode_settings(
     check_seed(seed)
     DecodeSettings().replace(**given)
     return {name: value for name, value in given.items() if value is not None}
-
-
-def check_load_options(weights: str | None, tier: str | None) -> None:
-    """Raise UsageError before a model is looked for."""
-    if weights is not None:
-        check_choice("weights", weights, WEIGHT_FORMATS)
-    if tier is not None:
-        check_choice("tier", tier, TIERS)
