@@ -35,7 +35,7 @@ class Engine:
     """A loaded model ready to answer, for callers in any number of threads. Create it with `redraft.load`.
 
     slots, context: requests that run side by side and positions of each, prompt and answer. Where they are given the
-    memory is taken and the passes are captured now; else with the first requests, and anew when more are asked for.
+    memory is taken and all passes are captured now; else with the first requests, and anew when more are asked for.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class Engine:
         least = slots or (1 if self.fused else EAGER_SLOTS)
         longest = context or self.config.max_position_embeddings
         # Not a method of this engine, which would be in a cycle with its desk and outlive its last user.
-        open_loop = partial(_open_loop, self.model, self.fused, least=(least, context or 1))
+        planned = slots is not None or context is not None
+        open_loop = partial(_open_loop, self.model, self.fused, least=(least, context or 1), later=not planned)
         self._desk = Desk(open_loop, most, longest, self._text, self.config.canvas_length)
-        if (slots or context) and tier == "turbo":
+        if planned and tier == "turbo":
             self._desk.open(least, longest if context else 1)
 
     def _fuse(self, checkpoint: Checkpoint) -> FusedModel | None:
@@ -206,8 +207,9 @@ class Engine:
 
 
 def _open_loop(
-    model: Model, fused: FusedModel | None, slots: int, positions: int, least: tuple[int, int] = (1, 1)
-) -> Loop:
+    model: Model, fused: FusedModel | None, slots: int, positions: int, *, least: tuple[int, int] = (1, 1),
+    later: bool = False,
+) -> Loop:  # fmt: skip
     slots, positions = max(slots, least[0]), max(positions, least[1])
     if fused is None:
         return Loop(EagerRunner(model, slots), model.config)
@@ -215,7 +217,7 @@ def _open_loop(
     capacity = -(-positions // 1024) * 1024
     while True:
         try:
-            return Loop(GraphRunner(fused, slots, capacity), model.config)
+            return Loop(GraphRunner(fused, slots, capacity, later=later), model.config)
         except MemoryShortage:
             if slots == 1:
                 raise

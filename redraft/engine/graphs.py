@@ -72,7 +72,6 @@ def _nothing_else() -> Iterator[None]:
     """
     with _CAPTURING:
         collected = gc.isenabled()
-        gc.collect()
         gc.disable()
         torch._C._cuda_clearCublasWorkspaces()
         try:
@@ -91,11 +90,14 @@ def widths(slots: int) -> list[int]:
 class GraphRunner:
     """Up to `slots` requests of at most `capacity` positions each, at their own steps and lengths (engine/runner.py).
 
-    rules: those whose passes are captured, by default the official one. Raises MemoryShortage when memory is too short,
+    rules: those whose passes are captured, by default the official one. Encode passes are captured now too, or with
+    their first use if `later`: a first answer seldom needs all of them. Raises MemoryShortage when memory is too short,
     before any of it is taken.
     """
 
-    def __init__(self, model: FusedModel, slots: int, capacity: int, rules: Sequence[Rule] | None = None):
+    def __init__(
+        self, model: FusedModel, slots: int, capacity: int, rules: Sequence[Rule] | None = None, *, later: bool = False
+    ):
         self.model, self.slots, self.capacity, self.device = model, slots, capacity, model.device
         config, device = model.config, model.device
         self.short, self.piece = config.canvas_length, piece_rows(model, capacity)
@@ -117,7 +119,10 @@ class GraphRunner:
             for rule, own in self._own.items()
             for width in reversed(widths(slots))
         }
-        self._encodes = {reader: capture(partial(reader.run, model, self.arena)) for reader in self.work.readers()}
+        self._capture = capture
+        self._encodes: dict[_Reader, PassGraph] = {}
+        for reader in () if later else self.work.readers():
+            self._encode(reader)
 
     def own(self, rule: Rule) -> Any:
         """The tensors of a rule, as its `allocate` returned them."""
@@ -142,8 +147,15 @@ class GraphRunner:
     def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
         longest = max(map(len, pieces.values()))
         reader = self.work.reader(len(pieces), longest)
+        graph = self._encode(reader)
         reader.fill(pieces, self.slots)
-        self._encodes[reader].replay()
+        graph.replay()
+
+    def _encode(self, reader: _Reader) -> PassGraph:
+        """The captured passes of a reader; no lane of one that was never filled has tokens."""
+        if reader not in self._encodes:
+            self._encodes[reader] = self._capture(partial(reader.run, self.model, self.arena))
+        return self._encodes[reader]
 
     def start(self, slots: Sequence[int]) -> None:
         for rule in dict.fromkeys(self._rules[slot] for slot in slots):
