@@ -144,3 +144,18 @@ def test_out_of_memory_is_one_line(run: Run, limits: None, monkeypatch: pytest.M
     outcome = run("bench", "step", "random:tiny", *QUICK)
     assert outcome.code == 1
     assert outcome.error == "redraft: error: cpu ran out of memory; use fewer canvases or a shorter prompt"
+
+
+def test_serve_loop(run: Run, tiny_dir: Path) -> None:
+    options = "--rates 500,inf --requests 3 --slots 2 --prompt-tokens 4 --max-new-tokens 8 --passes 2 --weights bf16"
+    outcome = run("bench", "serve-loop", str(tiny_dir), *options.split(), "--device", "cpu", "--json")
+    told = outcome.json
+    assert (outcome.code, told["slots"], told["passes"], len(told["rates"])) == (0, 2, 2, 2)
+    assert "at once" in outcome.out and "first draft" in outcome.out
+
+
+@pytest.mark.parametrize("rates", ["", "0", "-1", "two", "nan", "1,,2"])
+def test_serve_loop_refuses_bad_rates(run: Run, rates: str) -> None:
+    outcome = run("bench", "serve-loop", "demo", "--rates", rates)
+    assert outcome.code == 2
+    assert f"--rates is {rates!r}, expected requests a second such as 1,4,inf" in outcome.err
