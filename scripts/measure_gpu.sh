@@ -26,6 +26,7 @@ for kernels in not-cached cached; do
     run "first-answer-$kernels" generate "$model" "Why is the sky blue?" --max-new-tokens 1 --steps 16
 done
 run batch bench batch "$model" --sizes 1,2,4,8,16,32
+run serve-loop bench serve-loop "$model"
 run profile profile "$model"
 run long-context bench step "$model" --prompt-tokens 7936 --passes 8 --rounds 3
 for tier in off bitexact turbo; do run "demo-$tier" demo --tier "$tier"; done

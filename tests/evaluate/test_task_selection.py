@@ -77,7 +77,12 @@ def test_rows_from_plain_and_compressed_files(tmp_path: Path) -> None:
         (Rows, b'{"question": 3}\n', RedraftError, "row 1 lacks the text field question"),
         (Rows, b"[1]\n", RedraftError, "row 1 lacks"),
         (Rows, b"\xff\xfe\n", RedraftError, "rows.jsonl is damaged"),
-        (PackedRows, gzip.compress(b'{"question": "a"}\n' * 100)[:-12], RedraftError, "rows.jsonl.gz is damaged"),
+        (
+            PackedRows,
+            gzip.compress(b'{"question": "a"}\n' * 100, mtime=0)[:-12],
+            RedraftError,
+            "rows.jsonl.gz is damaged",
+        ),
         (Rows, None, UsageError, "rows.jsonl does not exist; --data needs a directory that holds rows.jsonl"),
     ],
 )
