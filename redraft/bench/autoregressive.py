@@ -15,7 +15,6 @@ import torch
 from redraft.engine.events import cut
 from redraft.engine.graphs import GraphRunner, PassGraph
 from redraft.engine.runner import read_whole
-from redraft.kernels.tables import settings_for
 from redraft.network.arena import KVArena, SlotArena, SlotLayer
 from redraft.network.fused import Buffers
 from redraft.network.model import Model
@@ -73,8 +72,6 @@ class FusedGreedy:
         self.runner, self.max_new_tokens, self.end_tokens = runner, max_new_tokens, end_tokens
         model, slots, device = runner.model, runner.slots, runner.model.device
         self._rows = Buffers(model, slots, 1)
-        for heads in self._rows.heads.values():
-            heads.settings = settings_for("attention.step", heads.settings)
         self._logits = torch.empty(slots, model.config.vocab_size, dtype=torch.bfloat16, device=device)
         self._token = torch.zeros(slots, dtype=torch.int64, device=device)
         self._answers = torch.zeros(slots, max_new_tokens, dtype=torch.int64, device=device)

@@ -79,8 +79,7 @@ class Desk:
     def open(self, slots: int, positions: int) -> None:
         """Open the loop now, before any request."""
         with self._alone():
-            self._close_loop()
-            self._loop = self._open(slots, positions)
+            self._open_anew(slots, positions)
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Put requests in line. Raises UsageError or MemoryShortage when one can never run; then none does."""
@@ -187,10 +186,13 @@ class Desk:
             if runner.slots >= slots and runner.capacity >= positions:
                 return
             slots, positions = max(slots, runner.slots), max(positions, runner.capacity)
-            self._close_loop()  # its memory is free before the next one is planned
+        self._open_anew(slots, positions)
+
+    def _open_anew(self, slots: int, positions: int) -> None:
+        self._close_loop()  # its memory is free before the next one is planned
         self._loop = self._open(slots, positions)
         if self._loop.runner.slots < slots:
-            self._most_slots = self._loop.runner.slots
+            self._most_slots = self._loop.runner.slots  # more are not tried again
 
     def _drop_cancelled(self) -> None:
         self._queue = deque(ticket for ticket in self._queue if not ticket._over)

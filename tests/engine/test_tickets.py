@@ -81,6 +81,10 @@ def test_fewer_slots_where_memory_ends():
         tickets = opened.desk.submit([_request([5], seed=s) for s in range(2, 10)])
         assert [t.result().token_ids for t in tickets] == [_answer(s) for s in range(2, 10)]
     assert [r.slots for r in opened.runners] == [3], "what memory allows is not tried again"
+    planned = _Opened(most=8, memory=3)
+    planned.desk.open(8, 20)
+    planned.desk.submit([_request([5], seed=s) for s in range(2, 10)])[-1].result()
+    assert [r.slots for r in planned.runners] == [3], "nor after a plan"
 
 
 def test_cancelling():
