@@ -179,13 +179,32 @@ def test_scratch_of_a_longer_prefix():
 @pytest.mark.parametrize("batch", [1, 2, 4, 16])
 def test_settings_fill_an_h200_once(batch):
     sliding, full = attention_settings(batch, 16, 8, 256, 256), attention_settings(batch, 16, 2, 256, 512)
-    assert (sliding.block_m, sliding.block_n, sliding.block_d) == (128, 64, 256)
-    assert (full.block_m, full.block_n, full.block_d) == (128, 32, 256)
-    assert [sliding.splits, full.splits] == {1: [4, 2], 2: [2, 1], 4: [1, 1], 16: [1, 1]}[batch]
+    assert (sliding.block_m, sliding.block_d) == {1: (64, 128), 2: (64, 256)}.get(batch, (128, 256))
+    assert (full.block_m, full.block_d) == (64 if batch == 1 else 128, 256)
+    # What a row's sum depends on is the same for every number of lanes.
+    assert [(s.block_n, s.splits) for s in (sliding, full)] == [(64, 1), (32, 1)]
+    assert attention_settings(batch, 16, 2, 1, 512).splits == 8
     sliding, full = canvas_settings(batch, 16, 8, 256, 256), canvas_settings(batch, 16, 2, 256, 512)
     assert (sliding.block_m, sliding.block_d, full.block_d) == (128, 64 if batch == 1 else 128, 128)
     for s in (sliding, full):
         assert 2 * s.value_stages * s.block_n * (s.block_m + s.block_d) <= 232_448
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "dim", "window"), [(8, 256, 1024), (2, 512, None)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_lane_gives_the_same_bits_beside_any_number_of_others(kv_heads, dim, window, causal):
+    torch.manual_seed(9)
+    lengths = [1500, 0, 700, 1023, 5, 1024, 2000, 31] * 2
+    rows_cap = 1023 if window else 2048
+    q, store, _ = make_case(lengths, rows_cap, 256, 16, kv_heads, dim, torch.bfloat16)
+    alone = None
+    for lanes in (1, 2, 4, 16):
+        settings = attention_settings(lanes, 16, kv_heads, 256, dim)
+        given = (q[:lanes], store[:, :lanes].contiguous(), lengths[:lanes], rows_cap)
+        out = launch(*given, settings, causal, window if causal else None)[:256]
+        alone = out if alone is None else alone
+        assert torch.equal(out, alone)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_tab
 
 from redraft.config import DecodeSettings
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.products import Products
 from redraft.kernels.sampling import probabilities, sample
 from redraft.kernels.self_conditioning import (
     SelfConditioningBuffers,
@@ -48,7 +49,7 @@ def run(probs, embed, weights, done=(0,)):
     gate_up, slots = torch.cat((weights.gate_proj, weights.up_proj)), slot_table(len(done))
     signal = poisoned(rows + rows // len(done), hidden, dtype=embed.dtype)
     done = in_slots(torch.tensor(done, dtype=torch.int32, device=DEVICE))
-    self_condition(probs, embed, weights, gate_up, done, slots, sqrt_bf16(hidden), EPS, buffers, signal)
+    self_condition(probs, embed, weights, gate_up, done, slots, sqrt_bf16(hidden), EPS, buffers, signal, Products(rows))
     return signal.view(-1, rows // slots.shape[0], hidden)
 
 
