@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from redraft.bench.autoregressive import FusedGreedy, ReferenceGreedy
+from redraft.bench.autoregressive import FusedGreedy, Greedy, ReferenceGreedy
 from redraft.engine.graphs import GraphRunner
 from redraft.network.arena import KVArena, SlotArena
 from redraft.network.fused import Buffers, FusedModel
@@ -34,7 +34,10 @@ def _recomputed(model: Model, prompt: list[int], count: int) -> list[int]:
 
 
 def _answer(model: Model, prompts: list[list[int]], count: int, ends: tuple[int, ...] = ()) -> list[list[int]]:
-    decoder = ReferenceGreedy(model, count, ends)
+    return _decoded(ReferenceGreedy(model, len(prompts), count, ends), prompts)
+
+
+def _decoded(decoder: Greedy, prompts: list[list[int]]) -> list[list[int]]:
     decoder.read(prompts)
     return decoder.decode()
 
@@ -172,13 +175,10 @@ def test_fused_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = FusedGreedy(runner, 6, (1, 2))
     for _ in range(2):
         steps.clear()
-        decoder.read([[5], [6]])
-        assert decoder.decode() == [[7, 8, 1], [3, 2]]
+        assert _decoded(decoder, [[5], [6]]) == [[7, 8, 1], [3, 2]]
         assert len(steps) == 4
     steps.clear()
-    free = FusedGreedy(runner, 6, ())
-    free.read([[5], [6]])
-    assert free.decode() == script.T.tolist()
+    assert _decoded(FusedGreedy(runner, 6, ()), [[5], [6]]) == script.T.tolist()
 
 
 @pytest.mark.gpu
@@ -193,20 +193,15 @@ def test_every_number_of_rows_at_the_demo_shapes(slots: int) -> None:
     generator = torch.Generator().manual_seed(slots)
     prompts = [torch.randint(1280, (20 + 11 * i,), generator=generator).tolist() for i in range(slots)]
     decoder = FusedGreedy(runner, 24, ())
-    decoder.read(prompts)
-    answers = decoder.decode()
-    decoder.read(prompts)
-    assert decoder.decode() == answers
+    answers = _decoded(decoder, prompts)
+    assert _decoded(decoder, prompts) == answers
     ends = {answers[0][5], answers[-1][0]}
-    ending = FusedGreedy(runner, 24, ends)
-    ending.read(prompts)
-    for answer, cut in zip(answers, ending.decode(), strict=True):
+    for answer, cut in zip(answers, _decoded(FusedGreedy(runner, 24, ends), prompts), strict=True):
         assert cut == answer[: next((i for i, token in enumerate(answer, 1) if token in ends), 24)]
     reference = _model(load_checkpoint("random:demo", "w4", torch.float32, DEVICE))
     margins = [_margins(reference, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     assert float(torch.cat(margins).quantile(0.9)) < 0.2
-    decoder.read(prompts)
-    decoder.decode()
+    _decoded(decoder, prompts)
     sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
     errors = [_last_error(decoder, slot, reference, tokens) for slot, tokens in enumerate(sequences)]
     if slots >= 4:
@@ -220,9 +215,7 @@ def test_steps_at_the_real_shapes(slots: int) -> None:
     runner = _fused("random:26b-a4b", slots, 1200)
     generator = torch.Generator().manual_seed(slots)
     prompts = [torch.randint(262_144, (1016 + i,), generator=generator).tolist() for i in range(slots)]
-    decoder = FusedGreedy(runner, 12, ())
-    decoder.read(prompts)
-    answers = decoder.decode()
+    answers = _decoded(FusedGreedy(runner, 12, ()), prompts)
     reference = Model(runner.model.config, runner.model.weights)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert float(_margins(reference, prompt, answer).median()) < 0.5
