@@ -42,8 +42,13 @@ class Greedy:
         self._made.zero_()
         self._ended.zero_()
 
+    def answer(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Token ids of every answer, the end token included."""
+        self.read(prompts)
+        return self.decode()
+
     def decode(self) -> list[list[int]]:
-        """Token ids of every answer, the end token included. Called once after each `read`."""
+        """The answers to what was read. Called once after each `read`."""
         for _ in range(self.max_new_tokens):
             self._step()
             if self.end_tokens and self._over():
@@ -123,19 +128,19 @@ class FusedGreedy(Greedy):
         self.runner.arena.length.zero_()
         for slot, prompt in enumerate(prompts):
             read_whole(self.runner, slot, prompt[:-1])
-        self._earlier: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._flags: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
 
     def _step(self) -> None:
         self._graph.replay()
 
     def _over(self) -> bool:
         """As of the step before: this one's end test is on its way to the host."""
-        pinned, earlier = self._all_ended.is_cuda, self._earlier
-        flag = torch.empty(1, dtype=torch.bool, pin_memory=pinned).copy_(self._all_ended, non_blocking=True)
-        self._earlier = flag, torch.cuda.current_stream().record_event() if pinned else None
-        if earlier is None:
+        on_gpu = self._all_ended.is_cuda
+        flag = torch.empty(1, dtype=torch.bool, pin_memory=on_gpu).copy_(self._all_ended, non_blocking=True)
+        self._flags.append((flag, torch.cuda.current_stream().record_event() if on_gpu else None))
+        if len(self._flags) == 1:
             return False
-        flag, copied = earlier
+        flag, copied = self._flags.pop(0)
         if copied is not None:
             copied.synchronize()
         return bool(flag)

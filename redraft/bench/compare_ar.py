@@ -5,14 +5,11 @@ All prompts are answered at every batch size by every arm, a batch at a time; th
 that makes fewer than LEAST_BATCHES batches, they are answered several times.
 """
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,13 +19,10 @@ from redraft.bench.roofline import Measured, Roofline, Work, save_figure
 from redraft.bench.timing import Timing, percentile, wall_ms
 from redraft.bench.work import Shapes, autoregressive_work, denoise_passes, diffusion_work
 from redraft.config import DecodeSettings, ModelConfig
-from redraft.device import synchronize
+from redraft.engine.engine import Engine
 from redraft.engine.events import count_tokens
 from redraft.engine.graphs import GraphRunner
 from redraft.errors import MemoryShortage
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 AUTOREGRESSIVE = "autoregressive"
 OWN_STOP = "diffusion, own stop"
@@ -138,6 +132,7 @@ class Comparison:
         return once * -(-LEAST_BATCHES // len(once))
 
     def _answer(self, result: SizeResult, routes: Routes, progress: Callable[[str], object]) -> None:
+        """Every arm's answers at one size, added to the result."""
         size, device = result.batch, self.engine.device
         greedy = self._decoder(size)
         arms: dict[str, Arm] = {AUTOREGRESSIVE: partial(self._token_by_token, greedy, routes)}
@@ -170,11 +165,8 @@ class Comparison:
 
     def _token_by_token(self, greedy: Greedy, routes: Routes, prompts: Sequence[list[int]], seed: int) -> Answered:
         """A step commits a canvas of one token; the first reads the prompt's last."""
-        synchronize(self.engine.device)
-        began = time.perf_counter()
-        greedy.read(prompts)
-        answers = greedy.decode()
-        seconds = time.perf_counter() - began
+        answers: list[list[int]] = []
+        seconds = wall_ms(lambda: answers.extend(greedy.answer(prompts)), self.engine.device) / 1e3
         steps = [[1] * len(answer) for answer in answers]
         passes = denoise_passes([len(prompt) - 1 for prompt in prompts], steps, 1, lockstep=False)
         experts = routes.experts_per_step(prompts, answers)

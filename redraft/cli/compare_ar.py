@@ -73,7 +73,7 @@ def command(
 
     chosen = sorted(set(options.numbers("--sizes", sizes)))
     passes = sorted(set(options.numbers("--fixed-passes", fixed_passes)))
-    options.decode_settings(seed, max_new_tokens, None, None)
+    options.Decoding(seed=seed, max_new_tokens=max_new_tokens).settings()
     count = limit or chosen[-1]
     questions = [] if prompt_tokens else _questions(task, data, count)
     _check_count(count if prompt_tokens else len(questions), chosen)

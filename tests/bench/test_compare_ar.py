@@ -1,7 +1,5 @@
 """Diffusion against autoregressive decoding: what is counted, what is timed, what is drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,10 +105,6 @@ def _comparison(engine: Engine, sizes: tuple[int, ...], prompts: list[list[int]]
     return Comparison(engine, LIMITS, prompts, sizes, fixed_passes=(2,), settings=settings, seed=3)
 
 
-def _ignore(name: str) -> None:
-    """Progress of no interest."""
-
-
 def test_the_comparison(engine: Engine) -> None:
     """Two canvases of 16 for 20 tokens; the same answers at every batch size; every figure from the counts."""
     seen: list[str] = []
@@ -154,7 +148,7 @@ def test_sizes_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch
         return decoder(comparison, size)
 
     monkeypatch.setattr(Comparison, "_decoder", limited)
-    rows = [result.to_dict() for result in _comparison(engine, (1, 2, 4), [[5, 6]] * 4).run(_ignore)]
+    rows = [result.to_dict() for result in _comparison(engine, (1, 2, 4), [[5, 6]] * 4).run(print)]
     assert [row["batch"] for row in rows] == [1, 2]
     assert rows[1] == {"batch": 2, "error": "needs 9 GiB" if "needs" in str(error) else "out of memory"}
 
@@ -162,7 +156,7 @@ def test_sizes_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch
 def test_plot(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(comparing, "LEAST_BATCHES", 1)
-    results = list(_comparison(engine, (1, 2), [[5, 6]] * 2).run(_ignore))
+    results = list(_comparison(engine, (1, 2), [[5, 6]] * 2).run(print))
     results.append(SizeResult(4, engine.config, LIMITS, error="out of memory"))
     plot_comparison(tmp_path / "scaling.png", results, LIMITS, "a test")
     assert [p.name for p in tmp_path.iterdir()] == ["scaling.png"]
@@ -176,7 +170,7 @@ def test_the_comparison_on_fused_passes() -> None:
     assert engine.fused is not None
     settings = engine.settings.replace(max_new_tokens=100, eos_token_ids=(), max_denoising_steps=6)
     prompts = torch.randint(1280, (16, 70), generator=torch.Generator().manual_seed(0)).tolist()
-    results = list(Comparison(engine, LIMITS, prompts, (1, 2, 4, 8, 16), (3,), settings, seed=0).run(_ignore))
+    results = list(Comparison(engine, LIMITS, prompts, (1, 2, 4, 8, 16), (3,), settings, seed=0).run(print))
     assert [result.error for result in results] == [None] * 5
     for result in results:
         arms = result.to_dict()["arms"]

@@ -1,7 +1,5 @@
 """compare-ar from the command line, on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
