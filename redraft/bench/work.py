@@ -2,11 +2,17 @@
 
 Activations cross between parts once, in the compute dtype; logits are written by the head and read by the sampling and
 by the next pass's self-conditioning. What an implementation moves beyond that counts against it.
+
+Whole answers, by diffusion and token by token, cost their passes after the prompts were read, each over the rows that
+still had an answer to find. A canvas visits about every expert; the few rows of a token step do not, and the experts
+that they read are taken from their routing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from redraft.bench.roofline import Work
@@ -88,6 +94,56 @@ def encode_work(shapes: Shapes, tokens: int) -> Work:
         total += _projections(shapes, layer, tokens) + _mlp(shapes, tokens)
         total += Work(0, 4 * config.num_heads * layer.head_dim * seen)
     return total
+
+
+def denoise_passes(
+    prompts: Sequence[int], steps: Sequence[Sequence[int]], length: int, lockstep: bool
+) -> list[list[int]]:
+    """For each pass of a batch, the committed tokens of every request that it moved on.
+
+    prompts: tokens of each request; steps: its passes by canvas of `length` tokens. lockstep: requests begin every
+    canvas together, as on the reference network; in slots each goes on at its own pace.
+    """
+    longest = [max(canvas) for canvas in zip_longest(*steps, fillvalue=0)]
+    rows: list[list[int | None]] = []
+    for prompt, own in zip(prompts, steps, strict=True):
+        row: list[int | None] = []
+        for canvas, count in enumerate(own):
+            waits = longest[canvas] - count if lockstep else 0
+            row += [prompt + canvas * length] * count + [None] * waits
+        rows.append(row)
+    return [[prefix for prefix in column if prefix is not None] for column in zip_longest(*rows)]
+
+
+def diffusion_work(shapes: Shapes, passes: Sequence[list[int]], steps: Sequence[Sequence[int]], lockstep: bool) -> Work:
+    """Work of the passes that `denoise_passes` gives for these steps, and of the commits between canvases."""
+    denoising = Work.total(w for prefixes in passes for w in pass_work(shapes, len(prefixes), _mean(prefixes)).values())
+    one = encode_work(shapes, shapes.config.canvas_length)
+    commits = sum(len(own) - 1 for own in steps)
+    reads = max(map(len, steps)) - 1 if lockstep else commits
+    return denoising + Work(one.bytes * reads, one.flops * commits)
+
+
+def autoregressive_work(shapes: Shapes, passes: Sequence[list[int]], experts: Sequence[int]) -> Work:
+    """Work of steps of one token. experts: distinct ones that each step visits, over all layers together."""
+    return Work.total(
+        step_work(shapes, len(own), _mean(own), visited) for own, visited in zip(passes, experts, strict=True)
+    )
+
+
+def step_work(shapes: Shapes, batch: int, prefix: int, experts: int) -> Work:
+    """Work of one token of `batch` requests over `prefix` committed tokens each, head and argmax included."""
+    config = shapes.config
+    parts = pass_work(replace(shapes, config=replace(config, canvas_length=1)), batch, prefix)
+    del parts["self-conditioning"]
+    parts["sampling"] = Work(parts["sampling"].bytes, batch * config.vocab_size)  # the argmax
+    hidden = 2 * config.num_layers * batch * config.hidden_size * shapes.itemsize
+    parts["experts"] = Work(experts * shapes.expert_bytes + hidden, parts["experts"].flops)
+    return Work.total(parts.values())
+
+
+def _mean(prefixes: Sequence[int]) -> int:
+    return round(sum(prefixes) / len(prefixes))
 
 
 def _mlp(shapes: Shapes, rows: int) -> Work:
