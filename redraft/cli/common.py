@@ -5,40 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.status import Status
 
 from redraft.cli.live import DraftView, printable, show_live
-from redraft.config import TIERS, WEIGHT_FORMATS, check_choice
+from redraft.engine.events import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.status import Status
-
     from redraft.engine.engine import Engine, Prompt
-    from redraft.engine.events import Result
 
 PIPE_WIDTH = 100_000  # a file has no width; rich wants one
-
-
-def load_engine(model: str, weights: str | None, tier: str | None, device: str | None) -> Engine:
-    """Load a model, saying on stderr what was left out. Raises RedraftError."""
-    if weights is not None:
-        check_choice("weights", weights, WEIGHT_FORMATS)
-    if tier is not None:
-        check_choice("tier", tier, TIERS)
-    with working(f"loading {model}"):
-        import redraft
-
-        given = {"weights": weights, "tier": tier, "device": device}
-        engine = redraft.load(model, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    for note in engine.notes:
-        print(f"redraft: note: {note}", file=sys.stderr)
-    return engine
 
 
 @contextmanager
@@ -48,12 +29,9 @@ def working(what: str) -> Iterator[Status]:
         yield status
 
 
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
+def quiet_libraries() -> AbstractContextManager[Any]:
     """Keep the warnings of torch and transformers, which a user cannot act on, off the terminal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return warnings.catch_warnings(action="ignore")
 
 
 def on_terminal() -> bool:
@@ -98,25 +76,27 @@ def answer(
 
 
 def print_figures(result: Result, engine: Engine) -> None:
-    """The figures of an answer under it."""
-    output_console().print(figures(result, engine), style="dim")
-
-
-def figures(result: Result, engine: Engine) -> str:
-    """One line: what the answer cost."""
-    steps = ", ".join(map(str, result.steps_per_canvas))
-    parts = [
+    """One line: what an answer cost."""
+    figures = [
         f"{result.tokens} tokens",
         f"{result.forwards} forwards",
         f"{result.tokens_per_forward:.1f} tokens/forward",
         f"{result.tokens_per_second:.0f} tok/s",
-        f"steps per canvas {steps}",
+        f"steps per canvas {', '.join(map(str, result.steps_per_canvas))}",
         f"seed {result.seed}",
         f"{engine.weights} weights {decimal(engine.weight_bytes)}",
     ]
     if result.finish_reason == "length":
-        parts.append("cut at the token limit")
-    return " · ".join(parts)
+        figures.append("cut at the token limit")
+    output_console().print(" · ".join(figures), style="dim")
+
+
+def print_facts(result: Result, engine: Engine, model: str, json_output: bool) -> None:
+    """What follows an answer: the JSON line where it is asked for, else the figures on a terminal."""
+    if json_output:
+        print_json({**result.to_dict(), **describe(engine, model)})
+    elif on_terminal():
+        print_figures(result, engine)
 
 
 def describe(engine: Engine, model: str) -> dict[str, Any]:

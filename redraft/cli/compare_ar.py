@@ -87,7 +87,7 @@ def command(
         sorted(set(options.numbers(name, text)))
         for name, text in (("--sizes", sizes), ("--fixed-passes", fixed_passes))
     )
-    options.decode_settings(seed, max_new_tokens, None, None)
+    options.Decoding(seed=seed, max_new_tokens=max_new_tokens).settings()
     count = limit or chosen[-1]
     questions = [None] * count if prompt_tokens else _questions(task, data, count)
     _check_count(len(questions), chosen)

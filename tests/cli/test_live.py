@@ -38,22 +38,22 @@ def draft(text: str, accepted: str, step: int = 1, canvas: int = 0) -> Draft:
 
 def test_positions_settle_from_dim_over_bold_to_normal() -> None:
     view, console = new_view(), terminal(60)
-    view.draft(draft("cat!", "x..."))
+    view.update(draft("cat!", "x..."))
     assert frame(view, console) == [
         "\x1b[1mc\x1b[0m\x1b[2mat!\x1b[0m",
         "\x1b[2mcanvas 1 · pass 1 · accepted 1/4 · entropy 0.250\x1b[0m",
     ]
-    view.draft(draft("cat!", "xx.x", step=2))
+    view.update(draft("cat!", "xx.x", step=2))
     assert frame(view, console)[0] == "c\x1b[1ma\x1b[0m\x1b[2mt\x1b[0m\x1b[1m!\x1b[0m"
-    view.draft(draft("cat!", ".x..", step=3))  # acceptance is decided afresh: what was accepted may open again
+    view.update(draft("cat!", ".x..", step=3))  # acceptance is decided afresh: what was accepted may open again
     assert frame(view, console)[0] == "\x1b[2mc\x1b[0ma\x1b[2mt!\x1b[0m"
 
 
 def test_a_new_canvas_starts_open_behind_the_committed_text() -> None:
     view, console = new_view(), terminal(60)
-    view.draft(draft("ab", "xx"))
-    view.commit(Committed(0, 1, [*map(ord, "ab")], text="ab"))
-    view.draft(draft("cd", "xx", canvas=1))
+    view.update(draft("ab", "xx"))
+    view.update(Committed(0, 1, [*map(ord, "ab")], text="ab"))
+    view.update(draft("cd", "xx", canvas=1))
     assert frame(view, console) == [
         "ab\x1b[1mcd\x1b[0m",
         "\x1b[2mcanvas 2 · pass 1 · accepted 2/2 · entropy 0.250\x1b[0m",
@@ -62,17 +62,17 @@ def test_a_new_canvas_starts_open_behind_the_committed_text() -> None:
 
 def test_nothing_is_shown_after_an_accepted_end_and_an_open_end_is_no_end() -> None:
     view, console = new_view(), terminal()
-    view.draft(Draft(0, 1, [ord("a"), EOS, 0, 0, ord("z")], [True] * 5, 0.0))
+    view.update(Draft(0, 1, [ord("a"), EOS, 0, 0, ord("z")], [True] * 5, 0.0))
     assert frame(view, console)[0] == "\x1b[1ma\x1b[0m"
-    view.draft(Draft(1, 1, [ord("a"), EOS, 0, ord("z")], [True, False, False, True], 0.0))
+    view.update(Draft(1, 1, [ord("a"), EOS, 0, ord("z")], [True, False, False, True], 0.0))
     assert frame(view, console)[0] == "\x1b[1ma\x1b[0m\x1b[1mz\x1b[0m"
 
 
 def test_random_tokens_cannot_steer_the_terminal() -> None:
     view, console = new_view(), terminal()
-    view.draft(draft("a\x1b[2J\x07\x9b\u202eb\nc", "." * 11))
+    view.update(draft("a\x1b[2J\x07\x9b\u202eb\nc", "." * 11))
     assert frame(view, console)[0] == "\x1b[2ma[2Jb c\x1b[0m"
-    view.draft(draft("a\nc", "xxx", canvas=1))  # accepted newlines count
+    view.update(draft("a\nc", "xxx", canvas=1))  # accepted newlines count
     assert frame(view, console)[:2] == ["\x1b[1ma\x1b[0m", "\x1b[1mc\x1b[0m"]
 
 
@@ -83,7 +83,7 @@ def test_printable_keeps_text_and_marks_broken_characters() -> None:
 @pytest.mark.parametrize("width", [1, 5, 12])
 def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> None:
     view = new_view()
-    view.draft(draft("0123456789", "xxxxxxxxxx"))
+    view.update(draft("0123456789", "xxxxxxxxxx"))
     lines = frame(view, Console(file=io.StringIO(), width=width, height=20, soft_wrap=True))
     assert "".join(lines[:-1]) == "0123456789"
     assert all(len(line) <= width for line in lines)
@@ -92,8 +92,8 @@ def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> No
 
 def test_only_the_tail_that_fits_the_height_is_drawn() -> None:
     view = new_view()
-    view.commit(Committed(0, 1, [], text="one\ntwo\nthree\nfour\n"))
-    view.draft(draft("five", "xxxx", canvas=1))
+    view.update(Committed(0, 1, [], text="one\ntwo\nthree\nfour\n"))
+    view.update(draft("five", "xxxx", canvas=1))
     lines = frame(view, Console(file=io.StringIO(), width=60, height=5))
     assert lines == ["three", "four", "five", "canvas 2 · pass 1 · accepted 4/4 · entropy 0.250"]
 
