@@ -13,13 +13,9 @@ HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl
 
 @options.grouped
 def command(
-    *,
-    model: options.Model,
-    system: options.System = None,
-    decoding: options.Decoding,
-    loading: options.Loading,
+    *, model: options.Model, system: options.System = None, decoding: options.Decoding, loading: options.Loading,
     json_output: options.Json = False,
-) -> int:
+) -> int:  # fmt: skip
     """Talk with a model; it remembers the turns before. Lines of a piped stdin are turns. /help lists commands."""
     return Chat(model, system, decoding, loading, json_output).run()
 
@@ -44,30 +40,31 @@ class Chat:
             with suppress(ImportError):  # arrow keys and history, where Python was built with readline
                 import readline  # noqa: F401
             print(HELP, file=sys.stderr)
-        while (line := self._read(interactive)) is not None and line not in ("/exit", "/quit"):
+        while True:
             try:
+                line = self._read(interactive)
+                if line in ("/exit", "/quit"):
+                    return 0 if interactive else self.exit_code
                 self._handle(line)
             except RedraftError as e:
                 print(f"redraft: error: {e}", file=sys.stderr)
                 self.exit_code = e.exit_code
-        return 0 if interactive else self.exit_code
 
-    def _read(self, interactive: bool) -> str | None:
-        """The next line, or None at the end of input."""
-        while True:
-            try:
-                return input("> " if interactive else "").strip()
-            except EOFError:
-                if interactive:
-                    print(file=sys.stderr)
-                return None
-            except UnicodeDecodeError:
-                print("redraft: error: that line is not text in the terminal's encoding", file=sys.stderr)
-                self.exit_code = UsageError.exit_code
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+    def _read(self, interactive: bool) -> str:
+        """The next line, or /exit at the end of input. Raises UsageError."""
+        try:
+            return input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                print(file=sys.stderr)
+            return "/exit"
+        except UnicodeDecodeError:
+            raise UsageError("that line is not text in the terminal's encoding") from None
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+            return ""
 
     def _handle(self, line: str) -> None:
         name, _, rest = line.partition(" ")
