@@ -68,14 +68,10 @@ def peak_bytes(device: torch.device) -> int:
 def environment(device: torch.device) -> dict[str, Any]:
     """What a figure depends on: device and versions."""
     return {
-        "device": device_name(device),
-        "redraft": __version__,
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
-        "python": platform.python_version(),
+        "device": device_name(device), "redraft": __version__, "torch": torch.__version__,
+        "transformers": _version("transformers"), "triton": _version("triton"), "python": platform.python_version(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
+    }  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

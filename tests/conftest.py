@@ -1,7 +1,5 @@
 """Shared fixtures: tiny checkpoints on disk, built once."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -77,18 +77,14 @@ def answer(
 
 def print_figures(result: Result, engine: Engine) -> None:
     """One line: what an answer cost."""
-    figures = [
-        f"{result.tokens} tokens",
-        f"{result.forwards} forwards",
-        f"{result.tokens_per_forward:.1f} tokens/forward",
-        f"{result.tokens_per_second:.0f} tok/s",
-        f"steps per canvas {', '.join(map(str, result.steps_per_canvas))}",
-        f"seed {result.seed}",
-        f"{engine.weights} weights {decimal(engine.weight_bytes)}",
-    ]
-    if result.finish_reason == "length":
-        figures.append("cut at the token limit")
-    output_console().print(" · ".join(figures), style="dim")
+    steps = ", ".join(map(str, result.steps_per_canvas))
+    figures = (
+        f"{result.tokens} tokens · {result.forwards} forwards · {result.tokens_per_forward:.1f} tokens/forward"
+        f" · {result.tokens_per_second:.0f} tok/s · steps per canvas {steps} · seed {result.seed}"
+        f" · {engine.weights} weights {decimal(engine.weight_bytes)}"
+    )
+    cut = " · cut at the token limit" if result.finish_reason == "length" else ""
+    output_console().print(figures + cut, style="dim")
 
 
 def print_facts(result: Result, engine: Engine, model: str, json_output: bool) -> None:
@@ -102,13 +98,9 @@ def print_facts(result: Result, engine: Engine, model: str, json_output: bool) -
 def describe(engine: Engine, model: str) -> dict[str, Any]:
     """What answered, for JSON output."""
     return {
-        "model": model,
-        "weights": engine.weights,
-        "tier": engine.tier,
-        "device": str(engine.device),
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "weight_bytes": engine.weight_bytes,
-    }
+        "model": model, "weights": engine.weights, "tier": engine.tier, "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."), "weight_bytes": engine.weight_bytes,
+    }  # fmt: skip
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The live view, frame by frame, as a terminal of a given size would show it."""
 
-from __future__ import annotations
-
 import io
 import time
 
@@ -15,10 +13,8 @@ from redraft.engine.events import Committed, Draft
 ENGINE = FakeEngine()
 
 
-def terminal(width: int = 40, height: int = 10, **options: object) -> Console:
-    return Console(
-        file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={"TERM": "xterm"}, **options
-    )  # type: ignore[arg-type]
+def terminal(width: int = 60, height: int = 10) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={"TERM": "xterm"})
 
 
 def frame(view: DraftView, console: Console) -> list[str]:
@@ -36,44 +32,47 @@ def draft(text: str, accepted: str, step: int = 1, canvas: int = 0) -> Draft:
     return Draft(canvas, step, [*map(ord, text)], [c == "x" for c in accepted], 0.25)
 
 
-def test_positions_settle_from_dim_over_bold_to_normal() -> None:
-    view, console = new_view(), terminal(60)
-    view.update(draft("cat!", "x..."))
-    assert frame(view, console) == [
-        "\x1b[1mc\x1b[0m\x1b[2mat!\x1b[0m",
-        "\x1b[2mcanvas 1 · pass 1 · accepted 1/4 · entropy 0.250\x1b[0m",
-    ]
-    view.update(draft("cat!", "xx.x", step=2))
-    assert frame(view, console)[0] == "c\x1b[1ma\x1b[0m\x1b[2mt\x1b[0m\x1b[1m!\x1b[0m"
-    view.update(draft("cat!", ".x..", step=3))  # acceptance is decided afresh: what was accepted may open again
-    assert frame(view, console)[0] == "\x1b[2mc\x1b[0ma\x1b[2mt!\x1b[0m"
+def bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m"
 
 
-def test_a_new_canvas_starts_open_behind_the_committed_text() -> None:
-    view, console = new_view(), terminal(60)
-    view.update(draft("ab", "xx"))
-    view.update(Committed(0, 1, [*map(ord, "ab")], text="ab"))
-    view.update(draft("cd", "xx", canvas=1))
-    assert frame(view, console) == [
-        "ab\x1b[1mcd\x1b[0m",
-        "\x1b[2mcanvas 2 · pass 1 · accepted 2/2 · entropy 0.250\x1b[0m",
-    ]
+def dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m"
 
 
-def test_nothing_is_shown_after_an_accepted_end_and_an_open_end_is_no_end() -> None:
+END = chr(EOS)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [  # positions settle from dim over bold to normal; acceptance is decided afresh: one may open again
+            (draft("cat!", "x..."), bold("c") + dim("at!"), "canvas 1 · pass 1 · accepted 1/4"),
+            (draft("cat!", "xx.x", 2), "c" + bold("a") + dim("t") + bold("!"), "canvas 1 · pass 2 · accepted 3/4"),
+            (draft("cat!", ".x..", 3), dim("c") + "a" + dim("t!"), "canvas 1 · pass 3 · accepted 1/4"),
+        ],
+        [  # a new canvas starts open behind the committed text
+            (draft("ab", "xx"), bold("ab"), "canvas 1 · pass 1 · accepted 2/2"),
+            (Committed(0, 1, [*map(ord, "ab")], text="ab"), "ab", "reading ..."),
+            (draft("cd", "xx", canvas=1), "ab" + bold("cd"), "canvas 2 · pass 1 · accepted 2/2"),
+        ],
+        [  # nothing is shown after an accepted end, and an open end is no end
+            (draft(f"a{END}\0\0z", "xxxxx"), bold("a"), "canvas 1 · pass 1 · accepted 5/5"),
+            (draft(f"a{END}\0z", "x..x", canvas=1), bold("a") + bold("z"), "canvas 2 · pass 1 · accepted 2/4"),
+        ],
+        [  # random tokens cannot steer the terminal; accepted newlines count
+            (draft("a\x1b[2J\x07\x9b\u202eb\nc", "." * 11), dim("a[2Jb c"), "canvas 1 · pass 1 · accepted 0/11"),
+            (draft("a\nc", "xxx", canvas=1), bold("a") + "\n" + bold("c"), "canvas 2 · pass 1 · accepted 3/3"),
+        ],
+    ],
+    ids=["settling", "canvases", "end", "controls"],
+)
+def test_frames(steps: list[tuple[Draft | Committed, str, str]]) -> None:
     view, console = new_view(), terminal()
-    view.update(Draft(0, 1, [ord("a"), EOS, 0, 0, ord("z")], [True] * 5, 0.0))
-    assert frame(view, console)[0] == "\x1b[1ma\x1b[0m"
-    view.update(Draft(1, 1, [ord("a"), EOS, 0, ord("z")], [True, False, False, True], 0.0))
-    assert frame(view, console)[0] == "\x1b[1ma\x1b[0m\x1b[1mz\x1b[0m"
-
-
-def test_random_tokens_cannot_steer_the_terminal() -> None:
-    view, console = new_view(), terminal()
-    view.update(draft("a\x1b[2J\x07\x9b\u202eb\nc", "." * 11))
-    assert frame(view, console)[0] == "\x1b[2ma[2Jb c\x1b[0m"
-    view.update(draft("a\nc", "xxx", canvas=1))  # accepted newlines count
-    assert frame(view, console)[:2] == ["\x1b[1ma\x1b[0m", "\x1b[1mc\x1b[0m"]
+    for event, text, figures in steps:
+        view.update(event)
+        entropy = " · entropy 0.250" if isinstance(event, Draft) else ""
+        assert frame(view, console) == [*text.split("\n"), dim(figures + entropy)]
 
 
 def test_printable_keeps_text_and_marks_broken_characters() -> None:
@@ -100,13 +99,13 @@ def test_only_the_tail_that_fits_the_height_is_drawn() -> None:
 
 def test_show_live_returns_the_result_and_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redraft.cli.live.FRAME_SECONDS", 0.0)
-    console = terminal(60)
+    console = terminal()
     result = show_live(ENGINE.stream("a long question indeed"), new_view(), console)
     assert result.text == "You said: a long question indeed"
-    drawn = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[2m????????????????\x1b[0m" in drawn
-    assert "\x1b[1mYou said: a long\x1b[0m" in drawn
-    assert "You said: a long\x1b[1m question indeed\x1b[0m" in drawn
+    drawn = console.file.getvalue()
+    assert dim("????????????????") in drawn
+    assert bold("You said: a long") in drawn
+    assert "You said: a long" + bold(" question indeed") in drawn
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("question")  # the cursor is back
     assert drawn.endswith("\x1b[1A\x1b[2K")  # and the last line is wiped
 
@@ -121,7 +120,6 @@ def test_watching_slowly_does_not_slow_the_figures() -> None:
 
 def test_the_cursor_comes_back_after_ctrl_c() -> None:
     console = terminal()
-    failing = FakeEngine(failure=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        show_live(failing.stream("x"), new_view(), console)
-    assert "\x1b[?25h" in console.file.getvalue()  # type: ignore[attr-defined]
+        show_live(FakeEngine(failure=KeyboardInterrupt()).stream("x"), new_view(), console)
+    assert "\x1b[?25h" in console.file.getvalue()
