@@ -24,8 +24,11 @@ def frame(view: DraftView, console: Console) -> list[str]:
     return capture.get().splitlines()
 
 
-def new_view() -> DraftView:
-    return DraftView(ENGINE.decode, (EOS,))
+def view_of(*events: Draft | Committed) -> DraftView:
+    view = DraftView(ENGINE.decode, (EOS,))
+    for event in events:
+        view.update(event)
+    return view
 
 
 def draft(text: str, accepted: str, step: int = 1, canvas: int = 0) -> Draft:
@@ -68,7 +71,7 @@ END = chr(EOS)
     ids=["settling", "canvases", "end", "controls"],
 )
 def test_frames(steps: list[tuple[Draft | Committed, str, str]]) -> None:
-    view, console = new_view(), terminal()
+    view, console = view_of(), terminal()
     for event, text, figures in steps:
         view.update(event)
         entropy = " · entropy 0.250" if isinstance(event, Draft) else ""
@@ -81,18 +84,15 @@ def test_printable_keeps_text_and_marks_broken_characters() -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 12])
 def test_a_narrow_terminal_wraps_the_text_and_cuts_the_figures(width: int) -> None:
-    view = new_view()
-    view.update(draft("0123456789", "xxxxxxxxxx"))
-    lines = frame(view, Console(file=io.StringIO(), width=width, height=20, soft_wrap=True))
+    console = Console(file=io.StringIO(), width=width, height=20, soft_wrap=True)
+    lines = frame(view_of(draft("0123456789", "xxxxxxxxxx")), console)
     assert "".join(lines[:-1]) == "0123456789"
     assert all(len(line) <= width for line in lines)
     assert lines[-1] == {1: "…", 5: "canv…", 12: "canvas 1 · …"}[width]
 
 
 def test_only_the_tail_that_fits_the_height_is_drawn() -> None:
-    view = new_view()
-    view.update(Committed(0, 1, [], text="one\ntwo\nthree\nfour\n"))
-    view.update(draft("five", "xxxx", canvas=1))
+    view = view_of(Committed(0, 1, [], text="one\ntwo\nthree\nfour\n"), draft("five", "xxxx", canvas=1))
     lines = frame(view, Console(file=io.StringIO(), width=60, height=5))
     assert lines == ["three", "four", "five", "canvas 2 · pass 1 · accepted 4/4 · entropy 0.250"]
 
@@ -100,7 +100,7 @@ def test_only_the_tail_that_fits_the_height_is_drawn() -> None:
 def test_show_live_returns_the_result_and_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redraft.cli.live.FRAME_SECONDS", 0.0)
     console = terminal()
-    result = show_live(ENGINE.stream("a long question indeed"), new_view(), console)
+    result = show_live(ENGINE.stream("a long question indeed"), view_of(), console)
     assert result.text == "You said: a long question indeed"
     drawn = console.file.getvalue()
     assert dim("????????????????") in drawn
@@ -112,7 +112,7 @@ def test_show_live_returns_the_result_and_leaves_the_terminal_as_it_was(monkeypa
 
 def test_watching_slowly_does_not_slow_the_figures() -> None:
     began = time.perf_counter()
-    result = show_live(ENGINE.stream("hi"), new_view(), terminal(), pace=0.2)
+    result = show_live(ENGINE.stream("hi"), view_of(), terminal(), pace=0.2)
     assert time.perf_counter() - began >= 0.4  # two drafts
     assert result.seconds == pytest.approx(0.5, abs=0.02)
     assert result.tokens_per_second == len(result.token_ids) / result.seconds
@@ -121,5 +121,5 @@ def test_watching_slowly_does_not_slow_the_figures() -> None:
 def test_the_cursor_comes_back_after_ctrl_c() -> None:
     console = terminal()
     with pytest.raises(KeyboardInterrupt):
-        show_live(FakeEngine(failure=KeyboardInterrupt()).stream("x"), new_view(), console)
+        show_live(FakeEngine(failure=KeyboardInterrupt()).stream("x"), view_of(), console)
     assert "\x1b[?25h" in console.file.getvalue()
