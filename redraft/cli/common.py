@@ -1,4 +1,4 @@
-"""What every command that runs a model shares: loading, answering on a terminal or into a pipe, figures, JSON."""
+"""What every command that runs a model shares: answering on a terminal or into a pipe, figures, JSON."""
 
 from __future__ import annotations
 
@@ -34,17 +34,13 @@ def quiet_libraries() -> AbstractContextManager[Any]:
     return warnings.catch_warnings(action="ignore")
 
 
-def on_terminal() -> bool:
-    """Whether stdout is a terminal: then there are figures and, unless it is a dumb one, the live view."""
-    return sys.stdout.isatty()
-
-
 def output_console() -> Console:
     """Stdout, for all that commands print by rich: text as it is, without markup or colours of its own.
 
     A pipe gets plain text, also where variables would force colours into it, and lines as long as they need to be.
+    A terminal gets figures too and, unless it is a dumb one, the live view.
     """
-    terminal = on_terminal()
+    terminal = sys.stdout.isatty()
     return Console(
         force_terminal=terminal, width=None if terminal else PIPE_WIDTH, soft_wrap=True, highlight=False, markup=False,
         emoji=False,
@@ -91,7 +87,7 @@ def print_facts(result: Result, engine: Engine, model: str, json_output: bool) -
     """What follows an answer: the JSON line where it is asked for, else the figures on a terminal."""
     if json_output:
         print_json({**result.to_dict(), **describe(engine, model)})
-    elif on_terminal():
+    elif sys.stdout.isatty():
         print_figures(result, engine)
 
 

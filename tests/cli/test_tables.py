@@ -24,7 +24,7 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_a_terminal_folds_cells_but_not_lines(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redraft.cli.common.on_terminal", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     output_console().print(TABLE)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
