@@ -1,7 +1,5 @@
 """Tiny random DiffusionGemma models of transformers' own class, for every test that needs a network."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path
@@ -15,29 +13,23 @@ from transformers import (
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
     PreTrainedTokenizerFast,
-)
+)  # fmt: skip
 
 from redraft.kernels.packing import dequantize
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
 
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 1,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 16,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": WINDOW,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1,
+    "head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 256,
+    "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 8,
+}  # fmt: skip
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\n{{ m['content'] }}<turn|>\n{% endfor %}"
@@ -54,29 +46,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|turn>", "<turn|>"],
-        chat_template=CHAT_TEMPLATE,
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
+        additional_special_tokens=["<|turn>", "<turn|>"], chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def tiny_config(canvas_length: int = CANVAS, **text: object) -> DiffusionGemmaConfig:
-    vision = Gemma4VisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        position_embedding_size=8,
-    )
-    return DiffusionGemmaConfig(
-        text_config=DiffusionGemmaTextConfig(**{**TEXT, **text}), vision_config=vision, canvas_length=canvas_length
-    )
+    text_config = DiffusionGemmaTextConfig(**{**TEXT, **text})
+    vision_config = Gemma4VisionConfig(**VISION)
+    return DiffusionGemmaConfig(text_config=text_config, vision_config=vision_config, canvas_length=canvas_length)
 
 
 def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiffusion:

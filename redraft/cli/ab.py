@@ -56,7 +56,7 @@ def command(
     from redraft.evaluate.results import Folder
     from redraft.tables import Table
 
-    shared = options.decode_settings(seed, max_new_tokens, None, None)
+    shared = options.Decoding(seed=seed, max_new_tokens=max_new_tokens).settings()
     check_matplotlib("redraft ab")
     with quiet_libraries():
         comparison = Comparison(
