@@ -1,19 +1,17 @@
 """A MODEL in memory: weights as stored, BF16 experts packed on the way, or random ones drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 
 from redraft.config import WEIGHT_FORMATS, QuantSpec, WeightFormat, check_choice
 from redraft.errors import CheckpointError, UsageError
-from redraft.network.weights import DenseExperts, LayerWeights, SelfConditioningWeights, Weights
+from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.quant.rtn import packed_experts
-from redraft.store.names import layer_tensors, shared_tensors
+from redraft.store.names import Shape
 from redraft.store.open import find_checkpoint
 from redraft.store.random import is_random, random_checkpoint
-from redraft.store.read import Checkpoint, CheckpointFiles, Progress, open_checkpoint
+from redraft.store.read import Checkpoint, CheckpointFiles, Progress, assemble, open_checkpoint
 
 
 def load_checkpoint(
@@ -38,15 +36,18 @@ def load_checkpoint(
         return random_checkpoint(model, weights, dtype, device, spec, progress)
     source = open_checkpoint(find_checkpoint(model), verify)
     spec = _choose_spec(source, weights or "w4", spec)
-    config, target = source.config, torch.device(device)
-    layers = []
-    for i in range(config.num_layers):
-        layers.append(_load_layer(source, i, spec, dtype, target))
-        if progress is not None:
-            progress(i + 1, config.num_layers)
-    shared = {key: source.read(name).to(target, dtype) for key, (name, _) in shared_tensors(config).items()}
-    network = Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared))
-    return Checkpoint(source.path, source.format, config, source.settings, network, spec, source.notes)
+    target = torch.device(device)
+
+    def plain(field: str, name: str, shape: Shape) -> torch.Tensor:
+        return source.read(name).to(target, dtype)
+
+    def experts(layer: int) -> DenseExperts | PackedExperts:
+        if spec is not None:
+            return packed_experts(source, layer, spec, target)
+        return DenseExperts(*(tensor.to(target, dtype) for tensor in vars(source.read_experts(layer)).values()))
+
+    network = assemble(source.config, plain, experts, progress)
+    return Checkpoint(source.path, source.format, source.config, source.settings, network, spec, source.notes)
 
 
 def _choose_spec(source: CheckpointFiles, weights: WeightFormat, wanted: QuantSpec | None) -> QuantSpec | None:
@@ -67,15 +68,3 @@ def _choose_spec(source: CheckpointFiles, weights: WeightFormat, wanted: QuantSp
     spec = wanted or QuantSpec()
     spec.check(source.config)
     return spec
-
-
-def _load_layer(
-    source: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
-) -> LayerWeights:
-    plain: dict[str, torch.Tensor | None] = {"v_proj": None}
-    for key, (name, _) in layer_tensors(source.config, index).items():
-        plain[key] = source.read(name).to(device, dtype)
-    if spec is None:
-        experts = DenseExperts(*(t.to(device, dtype) for t in vars(source.read_experts(index)).values()))
-        return LayerWeights(**plain, experts=experts)  # type: ignore[arg-type]
-    return LayerWeights(**plain, experts=packed_experts(source, index, spec, device))  # type: ignore[arg-type]

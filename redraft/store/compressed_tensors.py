@@ -21,12 +21,10 @@ to nearest and q and z computed from the rounded ones. Measured on 1024 x 2816 B
     symmetric, s = max(hi, -lo) / 7.5                     19.77 / 20.46    16.30 / 17.82
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -61,8 +59,6 @@ _WEIGHTS = {
     "dynamic": (False,),
     "block_structure": (None,),
 }
-
-
 _Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8 [N, K/2], scale and zero fp16 [N, K/G]
 
 
@@ -80,9 +76,7 @@ class CompressedTensors(Format):
         return QuantSpec(self.group, self.group)
 
     @classmethod
-    def describe(
-        cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig
-    ) -> CompressedTensors | None:
+    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> Self | None:
         if quantization is None or quantization["quant_method"] != FORMAT:
             return None
         where = str(path / "config.json")
@@ -115,20 +109,20 @@ class CompressedTensors(Format):
         `weight_shape` contradicts config.json.
         """
         keys = ("packed", "scale", "shape") if self.symmetric else ("packed", "scale", "shape", "zero_point")
-        parts: dict[str, list[_Matrix]] = {projection: [] for projection in PROJECTIONS}
-        for projection, matrices in parts.items():
-            shape = matrix_shape(config, projection)
-            for expert in range(config.num_experts):
-                stored = {key: read(tensor_name(layer, expert, projection, key)) for key in keys}
-                try:
-                    matrices.append(_read_matrix(stored, shape))
-                except ValueError as e:
-                    raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
-        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
-        gate_up = [tuple(map(torch.cat, zip(gate, up, strict=True))) for gate, up in pairs]
-        return PackedExperts(
-            *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
-        )
+
+        def matrix(expert: int, projection: str) -> _Matrix:
+            stored = {key: read(tensor_name(layer, expert, projection, key)) for key in keys}
+            try:
+                return _read_matrix(stored, matrix_shape(config, projection))
+            except ValueError as e:
+                raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
+
+        def stacked(projection: str) -> list[torch.Tensor]:
+            matrices = [matrix(expert, projection) for expert in range(config.num_experts)]
+            return [torch.stack(tensors) for tensors in zip(*matrices, strict=True)]
+
+        gate, up, down = map(stacked, PROJECTIONS)
+        return PackedExperts(*(torch.cat(pair, 1) for pair in zip(gate, up, strict=True)), *down)
 
     def write_layer(
         self, dense: DenseExperts, layer: int, where: str, device: torch.device | str

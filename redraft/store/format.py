@@ -3,8 +3,6 @@
 A new format is a subclass in a file of its own and an entry of `read.FORMATS`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,6 +13,7 @@ import torch
 
 from redraft.config import ModelConfig, QuantSpec
 from redraft.network.weights import DenseExperts, PackedExperts
+from redraft.store.names import text_tensors
 from redraft.store.tensorfile import DTYPES, TensorInfo
 
 Entry = tuple[tuple[str, ...], tuple[int, ...]]  # safetensors dtypes accepted, the first of which is written; shape
@@ -52,6 +51,13 @@ class Format(ABC):
     @abstractmethod
     def expected(self, config: ModelConfig, layer: int) -> dict[str, Entry]:
         """The stored tensors of one layer's experts by canonical name."""
+
+    def tensors(self, config: ModelConfig) -> dict[str, Entry]:
+        """All stored tensors of the text network by canonical name."""
+        expected = text_tensors(config)
+        for layer in range(config.num_layers):
+            expected |= self.expected(config, layer)
+        return expected
 
     def place(self, path: Path, name: str) -> Path:
         """Where the tensor of this canonical name should be, for the error that it is missing."""

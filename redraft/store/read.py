@@ -4,8 +4,6 @@ Everything that can be known from names and headers is checked before a byte of 
 never opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +13,23 @@ import torch
 
 from redraft.config import DecodeSettings, ModelConfig, QuantSpec, read_json
 from redraft.errors import CheckpointError
-from redraft.network.weights import DenseExperts, PackedExperts, Weights
+from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
 from redraft.store.bf16 import Bf16
 from redraft.store.compressed_tensors import CompressedTensors
 from redraft.store.dg_w4a16 import DgW4A16
 from redraft.store.format import Format
 from redraft.store.manifest import check_manifest
-from redraft.store.names import DECODER, ENCODER, VISION, canonical_name, expert_names, part_of, text_tensors
+from redraft.store.names import (
+    DECODER,
+    ENCODER,
+    VISION,
+    Shape,
+    canonical_name,
+    expert_names,
+    layer_tensors,
+    part_of,
+    shared_tensors,
+)
 from redraft.store.tensorfile import TensorInfo, holds_bytes_of, read_header, read_tensor
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
@@ -181,9 +189,7 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
 
 
 def _check_tensors(path: Path, layout: Format, config: ModelConfig, text: dict[str, list[TensorInfo]]) -> None:
-    expected = text_tensors(config)
-    for layer in range(config.num_layers):
-        expected |= layout.expected(config, layer)
+    expected = layout.tensors(config)
     missing = [name for name in expected if name not in text]
     if missing:
         more = f" ({len(missing) - 1} more are missing too)" if len(missing) > 1 else ""
@@ -230,3 +236,20 @@ class Checkpoint:
     weights: Weights
     spec: QuantSpec | None  # group sizes of the experts in `weights`; None when they are not packed
     notes: list[str]
+
+
+def assemble(
+    config: ModelConfig,
+    tensor: Callable[[str, str, Shape], torch.Tensor],
+    experts: Callable[[int], DenseExperts | PackedExperts],
+    progress: Progress | None,
+) -> Weights:
+    """A network of what `tensor(field, canonical name, shape)` and `experts(layer)` return, layer after layer."""
+    layers = []
+    for i in range(config.num_layers):
+        plain: dict[str, Any] = {field: tensor(field, *place) for field, place in layer_tensors(config, i).items()}
+        layers.append(LayerWeights(**{"v_proj": None, **plain}, experts=experts(i)))
+        if progress is not None:
+            progress(i + 1, config.num_layers)
+    shared = {field: tensor(field, *place) for field, place in shared_tensors(config).items()}
+    return Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared))
