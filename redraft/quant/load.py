@@ -15,15 +15,10 @@ from redraft.store.read import Checkpoint, CheckpointFiles, Progress, assemble, 
 
 
 def load_checkpoint(
-    model: str | Path,
-    weights: WeightFormat | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    spec: QuantSpec | None = None,
-    progress: Progress | None = None,
-    *,
-    verify: bool = False,
-) -> Checkpoint:
+    model: str | Path, weights: WeightFormat | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu", spec: QuantSpec | None = None, progress: Progress | None = None,
+    *, verify: bool = False,
+) -> Checkpoint:  # fmt: skip
     """Load any MODEL argument.
 
     weights "w4" (also None) gives packed experts, quantising a BF16 checkpoint layer by layer on `device` with `spec`
@@ -59,9 +54,8 @@ def _choose_spec(source: CheckpointFiles, weights: WeightFormat, wanted: QuantSp
                 "give the BF16 checkpoint it was made from"
             )
         if wanted is not None and wanted != source.spec:
-            raise UsageError(
-                f"{source.path}: packed with {source.spec}, not {wanted}; quantise the BF16 checkpoint again"
-            )
+            packed = f"packed with {source.spec}, not {wanted}"
+            raise UsageError(f"{source.path}: {packed}; quantise the BF16 checkpoint again")
         return source.spec
     if weights == "bf16":
         return None

@@ -9,14 +9,12 @@ on one, the update fits too, but the side that was left alone would be changed w
 refused unless it is asked for.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +24,7 @@ from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, full_n
 from redraft.store.open import find_checkpoint, published_label
 from redraft.store.read import Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
-from redraft.store.write import copy_part, shard_names, shards, write_checkpoint
+from redraft.store.write import plan_changes, write_checkpoint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -61,7 +59,7 @@ class Factors:
         """B A * scale, fp32 [out, in]."""
         return (read_tensor(self.b).float() @ read_tensor(self.a).float()) * self.scale
 
-    def equals(self, other: Factors) -> bool:
+    def equals(self, other: Self) -> bool:
         """Whether both add the same to a weight, bit for bit."""
         pairs = ((self.a, other.a), (self.b, other.b))
         return self.scale == other.scale and all(torch.equal(read_tensor(x), read_tensor(y)) for x, y in pairs)
@@ -88,14 +86,9 @@ class MergeReport:
 
 
 def merge_lora(
-    base: str | Path,
-    adapter: str | Path,
-    dst: str | Path,
-    *,
-    both_sides: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> MergeReport:
+    base: str | Path, adapter: str | Path, dst: str | Path,
+    *, both_sides: bool = False, overwrite: bool = False, progress: Progress | None = None,
+) -> MergeReport:  # fmt: skip
     """Write the BF16 checkpoint `base` with the PEFT adapter `adapter` merged to the directory `dst`.
 
     Both are directories or hub ids. Everything the adapter does not name is kept bit for bit; the report lists what was
@@ -121,9 +114,8 @@ def merge_lora(
     def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
         return merge(weight, targets[name][0]) if name in targets else weight
 
-    split = shards(source.tensors)
-    parts = [copy_part(source, *shard, merged) for shard in zip(shard_names(len(split)), split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
+    parts = plan_changes(source, merged)
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
     changed = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
     labels = published_label(base, source.path), published_label(adapter, folder)

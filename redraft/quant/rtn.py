@@ -74,13 +74,9 @@ def _describe_bad(weight: torch.Tensor) -> str:
 
 
 def quantize_experts(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    spec: QuantSpec,
-    *,
-    where: str = "experts",
-    device: torch.device | str | None = None,
-) -> PackedExperts:
+    gate_up: torch.Tensor, down: torch.Tensor, spec: QuantSpec,
+    *, where: str = "experts", device: torch.device | str | None = None,
+) -> PackedExperts:  # fmt: skip
     """Pack one layer's experts: gate_up [E, 2I, H] and down [E, H, I], any float dtype.
 
     Works on `device` (default: where the weights are), where the result also stays, one expert at a time: the extra

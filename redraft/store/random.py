@@ -88,9 +88,8 @@ def named(model: str | Path) -> tuple[ModelConfig, int]:
     found = _NAME.fullmatch(str(model))
     if not found or found[1] not in PRESETS:
         known = ", ".join(PREFIX + name for name in PRESETS)
-        raise UsageError(
-            f"{model}: no such random model; known are {known}, each also with a seed as in {PREFIX}tiny:7"
-        )
+        seeded = f"each also with a seed as in {PREFIX}tiny:7"
+        raise UsageError(f"{model}: no such random model; known are {known}, {seeded}")
     return PRESETS[found[1]], int(found[2] or 0) % 2**63
 
 
@@ -103,13 +102,9 @@ def random_files(model: str | Path) -> CheckpointFiles:
 
 
 def random_checkpoint(
-    model: str | Path,
-    weights: WeightFormat | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    spec: QuantSpec | None = None,
-    progress: Progress | None = None,
-) -> Checkpoint:
+    model: str | Path, weights: WeightFormat | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu", spec: QuantSpec | None = None, progress: Progress | None = None,
+) -> Checkpoint:  # fmt: skip
     """Draw a whole network on `device`; the arguments are those of `quant.load.load_checkpoint`.
 
     The same name gives the same weights on the same kind of device. Raises UsageError for an unknown name or group
@@ -141,10 +136,8 @@ def random_checkpoint(
 def weight_bytes(config: ModelConfig, spec: QuantSpec | None, dtype: torch.dtype) -> int:
     """Bytes of all weights in memory: experts packed with `spec`, or like everything else in `dtype`."""
     plain = sum(math.prod(shape) for _, shape in text_tensors(config).values())
-    if spec is not None:
-        return plain * dtype.itemsize + config.num_layers * DgW4A16(spec).layer_bytes(config)
-    experts = sum(math.prod(shape) for _, shape in Bf16().expected(config, 0).values())
-    return (plain + config.num_layers * experts) * dtype.itemsize
+    layer = Bf16().layer_bytes(config) // 2 * dtype.itemsize if spec is None else DgW4A16(spec).layer_bytes(config)
+    return plain * dtype.itemsize + config.num_layers * layer
 
 
 def _settings(config: ModelConfig) -> DecodeSettings:
@@ -223,11 +216,7 @@ def random_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[1],
-        bos_token=SPECIAL_TOKENS[2],
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, pad_token=SPECIAL_TOKENS[0], eos_token=SPECIAL_TOKENS[1],
+        bos_token=SPECIAL_TOKENS[2], additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
+    )  # fmt: skip

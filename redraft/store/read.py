@@ -14,22 +14,12 @@ import torch
 from redraft.config import DecodeSettings, ModelConfig, QuantSpec, read_json
 from redraft.errors import CheckpointError
 from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
+from redraft.store import names
 from redraft.store.bf16 import Bf16
 from redraft.store.compressed_tensors import CompressedTensors
 from redraft.store.dg_w4a16 import DgW4A16
 from redraft.store.format import Format
 from redraft.store.manifest import check_manifest
-from redraft.store.names import (
-    DECODER,
-    ENCODER,
-    VISION,
-    Shape,
-    canonical_name,
-    expert_names,
-    layer_tensors,
-    part_of,
-    shared_tensors,
-)
 from redraft.store.tensorfile import TensorInfo, holds_bytes_of, read_header, read_tensor
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
@@ -71,16 +61,22 @@ class CheckpointFiles:
     @property
     def kept(self) -> dict[str, TensorInfo]:
         """Of `tensors` those that no format packs."""
-        return {name: info for name, info in self.tensors.items() if part_of(name) != "experts"}
+        return {name: info for name, info in self.tensors.items() if names.part_of(name) != "experts"}
+
+    @property
+    def parts(self) -> dict[str, list[TensorInfo]]:
+        """`tensors` by the part of the network they belong to, in the order of reports."""
+        found: dict[str, list[TensorInfo]] = {part: [] for part in names.PARTS}
+        for name, info in self.tensors.items():
+            found[names.part_of(name)].append(info)
+        return {part: infos for part, infos in found.items() if infos}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor by canonical name, on the CPU, dtype as stored.
 
         Raises CheckpointError when it cannot be read, and when copies under tied names are not equal bit for bit.
         """
-        if name in self.extras:
-            return read_tensor(self.extras[name])
-        first, *others = self.text[name]
+        first, *others = self.text.get(name) or [self.extras[name]]
         tensor = read_tensor(first)
         for other in others:
             if other.dtype != first.dtype or not holds_bytes_of(other, tensor):
@@ -93,7 +89,7 @@ class CheckpointFiles:
 
     def experts_place(self, layer: int) -> str:
         """File and common name of a layer's unpacked experts, for error messages."""
-        gate_up, _ = expert_names(layer)
+        gate_up, _ = names.expert_names(layer)
         return f"{self.text[gate_up][0].file}: tensor {gate_up.removesuffix('.gate_up_proj')}"
 
 
@@ -140,9 +136,8 @@ def _weight_files(path: Path, layout: Format) -> list[Path]:
     if loose and experts:
         return [*loose, *experts]
     if loose:
-        raise CheckpointError(
-            f"{path / INDEX}: file is missing, so the {len(loose)} shards beside it may be incomplete"
-        )
+        shards = f"the {len(loose)} shards beside it"
+        raise CheckpointError(f"{path / INDEX}: file is missing, so {shards} may be incomplete")
     pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in path.glob(kind))
     if pickles:
         raise CheckpointError(
@@ -162,12 +157,11 @@ def _indexed_files(path: Path) -> list[Path]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{path / INDEX}: tensor {tensor} is said to be in {shard!r}, expected a file name")
         promised.setdefault(shard, []).append(tensor)
-    for shard, names in promised.items():
+    for shard, tensors in promised.items():
         if not (path / shard).is_file():
-            raise CheckpointError(
-                f"{path / shard}: shard is missing; it holds {names[0]} and {len(names) - 1} more tensors"
-            )
-        absent = set(names) - {info.name for info in read_header(path / shard)}
+            more = f"{len(tensors) - 1} more tensors"
+            raise CheckpointError(f"{path / shard}: shard is missing; it holds {tensors[0]} and {more}")
+        absent = set(tensors) - {info.name for info in read_header(path / shard)}
         if absent:
             raise CheckpointError(f"{path / shard}: tensor {min(absent)} is missing, though {INDEX} says it is here")
     return [path / shard for shard in sorted(promised)]
@@ -178,8 +172,8 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
     text: dict[str, list[TensorInfo]] = {}
     extras: dict[str, TensorInfo] = {}
     for info in infos:
-        name = canonical_name(info.name)
-        if name.startswith((DECODER, ENCODER)):
+        name = names.canonical_name(info.name)
+        if name.startswith((names.DECODER, names.ENCODER)):
             text.setdefault(name, []).append(info)
         else:
             extras[name] = info
@@ -213,15 +207,15 @@ def _settings(path: Path) -> tuple[DecodeSettings, list[str]]:
 
 
 def _notes(extras: dict[str, TensorInfo]) -> list[str]:
-    vision = [name for name in extras if name.startswith(VISION)]
-    unknown = [name for name in extras if not name.startswith(VISION)]
+    vision = [name for name in extras if name.startswith(names.VISION)]
+    unknown = [name for name in extras if not name.startswith(names.VISION)]
     notes = []
     if vision:
         towers = ", ".join(sorted({name.split(".")[2] for name in vision}))
         notes.append(f"{len(vision)} vision tensors ({towers}) recognised and left out: text only for now")
     if unknown:
-        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        notes.append(f"{len(unknown)} unknown tensors left out: {names}")
+        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        notes.append(f"{len(unknown)} unknown tensors left out: {some}")
     return notes
 
 
@@ -239,17 +233,16 @@ class Checkpoint:
 
 
 def assemble(
-    config: ModelConfig,
-    tensor: Callable[[str, str, Shape], torch.Tensor],
-    experts: Callable[[int], DenseExperts | PackedExperts],
-    progress: Progress | None,
-) -> Weights:
+    config: ModelConfig, tensor: Callable[[str, str, names.Shape], torch.Tensor],
+    experts: Callable[[int], DenseExperts | PackedExperts], progress: Progress | None,
+) -> Weights:  # fmt: skip
     """A network of what `tensor(field, canonical name, shape)` and `experts(layer)` return, layer after layer."""
     layers = []
     for i in range(config.num_layers):
-        plain: dict[str, Any] = {field: tensor(field, *place) for field, place in layer_tensors(config, i).items()}
-        layers.append(LayerWeights(**{"v_proj": None, **plain}, experts=experts(i)))
+        table = names.layer_tensors(config, i)
+        plain: dict[str, Any] = {"v_proj": None, **{field: tensor(field, *place) for field, place in table.items()}}
+        layers.append(LayerWeights(**plain, experts=experts(i)))
         if progress is not None:
             progress(i + 1, config.num_layers)
-    shared = {field: tensor(field, *place) for field, place in shared_tensors(config).items()}
+    shared = {field: tensor(field, *place) for field, place in names.shared_tensors(config).items()}
     return Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared))
