@@ -52,11 +52,10 @@ def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
             task = bar.add_task(what, total=None)
             return work(progress=lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
-        kept = partial_path(dst)
-        advice = f"finished files are kept in {kept}: run the same command to resume, or delete it"
-        raise Interrupted(
-            f"interrupted, {dst} was not written; {advice if kept.exists() else 'nothing was kept'}"
-        ) from None
+        kept, advice = partial_path(dst), "nothing was kept"
+        if kept.exists():
+            advice = f"finished files are kept in {kept}: run the same command to resume, or delete it"
+        raise Interrupted(f"interrupted, {dst} was not written; {advice}") from None
 
 
 def show_packed(report: QuantReport, dst: str) -> None:
@@ -65,11 +64,10 @@ def show_packed(report: QuantReport, dst: str) -> None:
     from redraft.tables import Table
 
     console = output_console()
-    errors = (
-        (e.name.removeprefix("model.decoder."), math.inf if e.sqnr_db is None else e.sqnr_db, e.relative_error)
-        for e in report.tensors
-    )
-    rows = [(name, f"{sqnr:.2f}", f"{relative:.4f}") for name, sqnr, relative in errors]
+    rows = []
+    for error in report.tensors:
+        sqnr = math.inf if error.sqnr_db is None else error.sqnr_db
+        rows.append((error.name.removeprefix("model.decoder."), f"{sqnr:.2f}", f"{error.relative_error:.4f}"))
     console.print(Table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
     kept = [(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason) for part in report.kept]
     console.print(Table(("kept as it was", "tensors", "MB", "why"), kept))

@@ -47,18 +47,16 @@ def load_checkpoint(
 
 def _choose_spec(source: CheckpointFiles, weights: WeightFormat, wanted: QuantSpec | None) -> QuantSpec | None:
     """Group sizes of the experts to be loaded; None for plain ones."""
-    if source.spec is not None:
-        if weights == "bf16":
-            raise CheckpointError(
-                f"{source.path}: holds 4-bit experts only, BF16 ones cannot be recovered; load it with weights='w4' or "
-                "give the BF16 checkpoint it was made from"
-            )
-        if wanted is not None and wanted != source.spec:
-            packed = f"packed with {source.spec}, not {wanted}"
-            raise UsageError(f"{source.path}: {packed}; quantise the BF16 checkpoint again")
-        return source.spec
+    if source.spec is not None and weights == "bf16":
+        raise CheckpointError(
+            f"{source.path}: holds 4-bit experts only, BF16 ones cannot be recovered; load it with weights='w4' or "
+            "give the BF16 checkpoint it was made from"
+        )
+    if source.spec is not None and wanted not in (None, source.spec):
+        packed = f"packed with {source.spec}, not {wanted}"
+        raise UsageError(f"{source.path}: {packed}; quantise the BF16 checkpoint again")
     if weights == "bf16":
         return None
-    spec = wanted or QuantSpec()
+    spec = source.spec or wanted or QuantSpec()
     spec.check(source.config)
     return spec

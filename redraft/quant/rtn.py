@@ -67,8 +67,7 @@ def _round_up_to_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_bad(weight: torch.Tensor) -> str:
-    bad = int((~torch.isfinite(weight)).sum())
-    if bad:
+    if bad := int((~torch.isfinite(weight)).sum()):
         return f"{bad} of {weight.numel()} weights are not finite (inf or NaN); the checkpoint is damaged"
     return f"weights up to {float(weight.abs().max()):g} do not fit 4 bits with an fp16 scale (largest 65504)"
 

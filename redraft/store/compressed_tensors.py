@@ -154,11 +154,11 @@ def _read_scheme(where: str, quantization: Mapping[str, Any]) -> tuple[int, bool
         if not ok:
             raise CheckpointError(f"{where}: quantization_config.{field} is {found!r}; Redraft reads {expected}")
 
-    groups = quantization.get("config_groups")
+    groups: Any = quantization.get("config_groups")
     need(isinstance(groups, Mapping) and len(groups) == 1, "config_groups", groups, "one group, the experts'")
     ((name, group),) = groups.items()
     place = f"config_groups.{name}"
-    weights = group.get("weights") if isinstance(group, Mapping) else None
+    weights: Any = group.get("weights") if isinstance(group, Mapping) else None
     need(isinstance(weights, Mapping), place, group, "groups with weights")
     form = group.get("format") or quantization.get("format")
     need(form == PACKING, "format", form, f"{PACKING!r} only")
