@@ -118,6 +118,12 @@ def edit_json(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def flip(file: Path) -> None:
+    """Change the last bit."""
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+
+
 def published_layout(packed: Path) -> None:
     """Leave of a directory by `redraft quantize` what `dg-w4a16-v1` asks for, which is all that other writers write."""
     for name in ("manifest.json", "quant_report.json", "model.safetensors.index.json", "needs_redraft.safetensors"):

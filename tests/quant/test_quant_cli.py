@@ -10,7 +10,7 @@ import pytest
 import torch
 from cli.conftest import Run
 from safetensors.torch import load_file
-from tiny import edit_json, tiny_config
+from tiny import edit_json, flip, tiny_config
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from redraft.quant.quantize import quantize
@@ -102,9 +102,7 @@ def test_inspect_packed(run: Run, packed_dir: Path, monkeypatch: pytest.MonkeyPa
 
 def test_inspect_verify_finds_damage(run: Run, packed_dir: Path, tmp_path: Path):
     damaged = Path(shutil.copytree(packed_dir, tmp_path / "w4"))
-    with (damaged / "experts_002.safetensors").open("r+b") as f:
-        f.seek(-1, os.SEEK_END)
-        f.write(b"\xff")
+    flip(damaged / "experts_002.safetensors")
     assert run("inspect", damaged).code == 0
     done = run("inspect", damaged, "--verify")
     assert done.code == 1 and "experts_002.safetensors: tensor model.decoder.layers.2" in done.err

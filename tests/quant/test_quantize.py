@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny import contents, rewrite, stored
+from tiny import contents, flip, rewrite, stored
 
 import redraft.quant.quantize as module
 import redraft.store.write as writing
@@ -99,12 +99,6 @@ def stopped(pack: Callable[..., Any], target: Path, packed_layers: list[int]) ->
         return partial_path(target)
 
     return stop
-
-
-def flip(file: Path) -> None:
-    """Change the last bit."""
-    raw = file.read_bytes()
-    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
 
 
 def killed(partial: Path) -> None:

@@ -1,7 +1,6 @@
 """compressed-tensors files: the library reads what is written to the same values, and the loader what it writes."""
 
-from __future__ import annotations
-
+import functools
 import json
 import re
 import shutil
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
+from cli.conftest import Run
+from safetensors.torch import load_file
+from tiny import contents, edit_json, rewrite, stored, tiny_model, tiny_tokenizer
 
 import redraft
-from redraft.cli import main
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import dequantize
 from redraft.network.weights import PackedExperts, iter_tensors
@@ -21,7 +20,7 @@ from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import export_compressed_tensors
 from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, CompressedTensors, pack
 from redraft.store.names import canonical_name, expert_names
-from redraft.store.read import open_checkpoint
+from redraft.store.read import INDEX, Checkpoint, open_checkpoint
 from redraft.store.workdir import partial_path
 
 EXPERT = "model.decoder.layers.1.experts.2"
@@ -55,20 +54,14 @@ def copy(bf16_dir: Path, tmp_path: Path) -> Path:
     return path
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
 def replace_tensor(path: Path, name: str, tensor: torch.Tensor) -> None:
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    file = path / index["weight_map"][name]
-    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+    files = json.loads((path / INDEX).read_text())["weight_map"]
+    rewrite(path / files[name], lambda tensors: {**tensors, name: tensor})
 
 
-def edit_config(path: Path, change) -> None:
-    config = json.loads((path / "config.json").read_text())
-    change(config["quantization_config"])
-    (path / "config.json").write_text(json.dumps(config))
+def same_experts(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
+    pairs = zip(*(vars(checkpoint.weights.layers[layer].experts).values() for checkpoint in (a, b)), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def expert_matrices(experts: PackedExperts, expert: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -194,8 +187,7 @@ class TestWrite:
         assert len(kept) == 2 and not target.exists()
         export_compressed_tensors(bf16_dir, target, group=32)
         assert {name: (target / name).stat().st_mtime_ns for name in kept} == kept
-        for file in copy.iterdir():
-            assert (target / file.name).read_bytes() == file.read_bytes(), file.name
+        assert contents(copy).items() <= contents(target).items()
         with pytest.raises(UsageError, match="not empty"):
             export_compressed_tensors(bf16_dir, target, group=32)
 
@@ -229,10 +221,9 @@ class TestRead:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     def test_other_scale_dtypes(self, copy: Path, dtype: torch.dtype):
-        before = load_checkpoint(copy).weights.layers[1].experts
+        before = load_checkpoint(copy)
         replace_tensor(copy, SCALE, stored(copy)[SCALE].to(dtype))
-        after = load_checkpoint(copy).weights.layers[1].experts
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+        assert same_experts(before, load_checkpoint(copy), 1)
 
     @pytest.mark.parametrize("value", [1.0078125 * 2**-18, 1e5, float("nan"), float("inf")])
     def test_scales_fp16_does_not_hold(self, copy: Path, value: float):
@@ -248,33 +239,30 @@ class TestRead:
         def encoders(name: str) -> str:
             return name.replace("model.decoder.", "model.encoder.language_model.")
 
-        before = load_checkpoint(copy).weights.layers[2].experts
+        before = load_checkpoint(copy)
         for file in copy.glob("model-0000[123]*"):
-            save_file({encoders(n): t for n, t in load_file(file).items()}, file)
-        index = json.loads((copy / "model.safetensors.index.json").read_text())
-        index["weight_map"] = {n if f == KEPT else encoders(n): f for n, f in index["weight_map"].items()}
-        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-        after = load_checkpoint(copy).weights.layers[2].experts
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+            rewrite(file, lambda tensors: {encoders(n): t for n, t in tensors.items()})
+        files = json.loads((copy / INDEX).read_text())["weight_map"]
+        edit_json(copy / INDEX, weight_map={n if f == KEPT else encoders(n): f for n, f in files.items()})
+        assert same_experts(before, load_checkpoint(copy), 2)
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda c: c.update(quant_method="gptq"), "quantised with 'gptq'"),
-            (lambda c: c.update(format="nvfp4-pack-quantized"), "quantization_config.format is 'nvfp4-pack-quantized'"),
-            (lambda c: c["config_groups"].update(group_1={}), "config_groups is"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=8), "weights.num_bits is 8"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"), "actorder is 'group'"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="channel"), "strategy is 'channel'"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=7), "group_size is 7"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=96), "groups of 96 do not divide"),
-            (lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 8}), "input_activations is"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=64), "has shape [16, 2], expected"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(symmetric=True), "zero_point belongs to no"),
-        ],
-    )  # fmt: skip
-    def test_refuses_other_schemes(self, copy: Path, change, message: str):
-        edit_config(copy, change)
+    @pytest.mark.parametrize(("where", "changes", "message"), [
+        ("", {"quant_method": "gptq"}, "quantised with 'gptq'"),
+        ("", {"format": "nvfp4-pack-quantized"}, "quantization_config.format is 'nvfp4-pack-quantized'"),
+        ("config_groups", {"group_1": {}}, "config_groups is"),
+        ("config_groups group_0 weights", {"num_bits": 8}, "weights.num_bits is 8"),
+        ("config_groups group_0 weights", {"actorder": "group"}, "actorder is 'group'"),
+        ("config_groups group_0 weights", {"strategy": "channel"}, "strategy is 'channel'"),
+        ("config_groups group_0 weights", {"group_size": 7}, "group_size is 7"),
+        ("config_groups group_0 weights", {"group_size": 96}, "groups of 96 do not divide"),
+        ("config_groups group_0", {"input_activations": {"num_bits": 8}}, "input_activations is"),
+        ("config_groups group_0 weights", {"group_size": 64}, "has shape [16, 2], expected"),
+        ("config_groups group_0 weights", {"symmetric": True}, "zero_point belongs to no"),
+    ])  # fmt: skip
+    def test_refuses_other_schemes(self, copy: Path, where: str, changes: dict[str, object], message: str):
+        scheme = json.loads((copy / "config.json").read_text())["quantization_config"]
+        functools.reduce(dict.__getitem__, where.split(), scheme).update(changes)
+        edit_json(copy / "config.json", quantization_config=scheme)
         with pytest.raises(CheckpointError, match=re.escape(message)):
             open_checkpoint(copy)
 
@@ -298,24 +286,25 @@ class TestRead:
 
 
 class TestCommand:
-    def test_export(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def test_export(self, run: Run, bf16_dir: Path, tmp_path: Path):
         target = tmp_path / "ct"
-        arguments = ["export", str(bf16_dir), str(target), "--format", "compressed-tensors"]
-        assert main([*arguments, "--group-size", "32", "--symmetric", "--json"]) == 0
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert result["symmetric"] is True and result["spec"] == {"group_gate_up": 32, "group_down": 32}
+        command = ("export", bf16_dir, target, "--format", "compressed-tensors")
+        done = run(*command, "--group-size", "32", "--symmetric", "--json")
+        result = done.json
+        assert done.code == 0 and result["symmetric"] is True
+        assert result["spec"] == {"group_gate_up": 32, "group_down": 32}
         assert len(result["tensors"]) == 6 and result["bytes_after"] < result["bytes_before"]
         assert result["bytes_after"] == sum(t.nbytes for t in stored(target).values())
-        assert main(["inspect", str(target), "--verify"]) == 0
-        assert "compressed-tensors" in capsys.readouterr().out
+        done = run("inspect", target, "--verify")
+        assert done.code == 0 and "compressed-tensors" in done.out
         shutil.rmtree(target)
-        assert main(arguments) == 0
-        assert "MB ->" in capsys.readouterr().out
+        done = run(*command)
+        assert done.code == 0 and "MB ->" in done.out
 
-    def test_errors(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        for options, message in (
-            (["--format", "gguf"], "format is 'gguf', expected one of compressed-tensors"),
-            (["--format", "compressed-tensors", "--group-size", "16"], "group size is 16, expected 64 or 32"),
-        ):
-            assert main(["export", str(bf16_dir), str(tmp_path / "x"), *options]) == 2
-            assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+    @pytest.mark.parametrize(("options", "message"), [
+        (["--format", "gguf"], "format is 'gguf', expected one of compressed-tensors"),
+        (["--format", "compressed-tensors", "--group-size", "16"], "group size is 16, expected 64 or 32"),
+    ])  # fmt: skip
+    def test_errors(self, run: Run, bf16_dir: Path, tmp_path: Path, options: list[str], message: str):
+        done = run("export", bf16_dir, tmp_path / "x", *options)
+        assert done.code == 2 and message in done.err and not (tmp_path / "x").exists()

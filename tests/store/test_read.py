@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, published_layout, rewrite, tiny_config, tiny_tokenizer
+from tiny import edit_json, flip, published_layout, rewrite, tiny_config, tiny_tokenizer
 
 import redraft.store.open as opening
 import redraft.store.read as checkpoint
@@ -418,9 +418,8 @@ def test_unknown_weight_format(tiny_dir: Path):
 def test_weights_do_not_follow_the_file(broken: Path):
     loaded = load_checkpoint(broken, "bf16", torch.float32)
     before = [t.clone() for _, t in iter_tensors(loaded.weights)]
-    size = (broken / "model.safetensors").stat().st_size
     with (broken / "model.safetensors").open("r+b") as f:
-        f.write(b"\0" * size)
+        f.write(b"\0" * os.fstat(f.fileno()).st_size)
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, iter_tensors(loaded.weights), strict=True))
 
 
@@ -445,16 +444,14 @@ class TestPacked:
 
     def test_groups_come_from_shapes(self, tiny_dir: Path, tmp_path: Path):
         quantize(tiny_dir, tmp_path / "w4", QuantSpec(8, 4))
-        edit = json.loads((tmp_path / "w4" / "w4_meta.json").read_text())
-        (tmp_path / "w4" / "w4_meta.json").write_text(json.dumps({"format": edit["format"]}))
+        text("w4_meta.json", '{"format": "dg-w4a16-v1"}')(tmp_path / "w4")
         loaded = load_checkpoint(tmp_path / "w4")
         assert loaded.spec == QuantSpec(8, 4)
         assert loaded.weights.layers[0].experts.gu_s.shape == (8, 32, 4)
 
     def test_missing_meta(self, packed_dir: Path, broken_packed: Path):
         """What the hub's client fetches for transformers, which asks for what the index names."""
-        (broken_packed / "w4_meta.json").unlink()
-        (broken_packed / "manifest.json").unlink()
+        without("w4_meta.json", "manifest.json")(broken_packed)
         assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
 
     def test_bf16_cannot_be_recovered(self, packed_dir: Path):
@@ -470,11 +467,7 @@ class TestPacked:
 class TestManifest:
     def test_changed_bytes_are_found_by_hashes_only(self, broken_packed: Path):
         file = broken_packed / "experts_001.safetensors"
-        with file.open("r+b") as f:
-            f.seek(-1, os.SEEK_END)
-            last = f.read(1)[0]
-            f.seek(-1, os.SEEK_END)
-            f.write(bytes([last ^ 1]))
+        flip(file)
         load_checkpoint(broken_packed)
         with pytest.raises(CheckpointError, match=rf"{file}: tensor {DEC}layers\.1\.experts\.\w+ has another sha256"):
             load_checkpoint(broken_packed, verify=True)
