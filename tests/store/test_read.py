@@ -36,6 +36,7 @@ from redraft.store.tensorfile import read_header
 SPEC, INDEX = QuantSpec(16, 8), checkpoint.INDEX
 KEPT = "model-00001-of-00001.safetensors"  # all but the experts of a packed directory
 DEC, ENC = "model.decoder.", "model.encoder.language_model."
+NO_HASHES = r"manifest\.json: file is missing, so there are no hashes"
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], object]
 
@@ -49,6 +50,13 @@ def broken(tiny_dir: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def broken_packed(packed_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed_dir, tmp_path / "packed"))
+
+
+@pytest.fixture
+def published(broken_packed: Path) -> Path:
+    """A packed directory with no more than the format asks for."""
+    published_layout(broken_packed)
+    return broken_packed
 
 
 @pytest.fixture
@@ -70,35 +78,28 @@ HF_NAMES = {
     )},
     **{n: f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{n: f"mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")},
-    "router_proj": "router.proj.weight",
-    "router_scale": "router.scale",
-    "per_expert_scale": "router.per_expert_scale",
+    "router_proj": "router.proj.weight", "router_scale": "router.scale",
+    "per_expert_scale": "router.per_expert_scale", "experts.gate_up": "experts.gate_up_proj",
+    "experts.down": "experts.down_proj", "decoder_scalar": "layer_scalar",
 }  # fmt: skip
 
 
 def test_every_weight_is_transformers_weight(tiny_dir: Path, tiny_hf):
-    state = tiny_hf.state_dict()
-    loaded = load_checkpoint(tiny_dir, "bf16", torch.float32)
-    weights = loaded.weights
-    assert len(weights.layers) == 3 and loaded.format == "bf16" and loaded.spec is None
-    for i, layer in enumerate(weights.layers):
-        for field, name in HF_NAMES.items():
-            value = getattr(layer, field)
-            if field == "v_proj" and i == 2:
-                assert value is None
-            else:
-                assert torch.equal(value, state[f"{DEC}layers.{i}.{name}"]), (i, field)
-        assert isinstance(layer.experts, DenseExperts)
-        assert torch.equal(layer.experts.gate_up, state[f"{DEC}layers.{i}.experts.gate_up_proj"])
-        assert torch.equal(layer.experts.down, state[f"{DEC}layers.{i}.experts.down_proj"])
-        assert torch.equal(layer.decoder_scalar, state[f"{DEC}layers.{i}.layer_scalar"])
-        assert torch.equal(layer.encoder_scalar, state[f"{ENC}layers.{i}.layer_scalar"])
-        assert layer.encoder_scalar != layer.decoder_scalar
-    assert torch.equal(weights.embed, state[f"{DEC}embed_tokens.weight"])
-    assert torch.equal(weights.norm, state[f"{DEC}norm.weight"])
+    expected = {"embed": f"{DEC}embed_tokens.weight", "norm": f"{DEC}norm.weight"}
     for field in ("pre_norm", "gate_proj", "up_proj", "down_proj"):
-        value = getattr(weights.self_conditioning, field)
-        assert torch.equal(value, state[f"{DEC}self_conditioning.{field}.weight"]), field
+        expected[f"self_conditioning.{field}"] = f"{DEC}self_conditioning.{field}.weight"
+    for i in range(3):
+        expected |= {f"layers.{i}.{field}": f"{DEC}layers.{i}.{name}" for field, name in HF_NAMES.items()}
+        expected[f"layers.{i}.encoder_scalar"] = f"{ENC}layers.{i}.layer_scalar"
+    del expected["layers.2.v_proj"]
+    state, loaded = tiny_hf.state_dict(), load_checkpoint(tiny_dir, "bf16", torch.float32)
+    assert loaded.format == "bf16" and loaded.spec is None
+    found = dict(iter_tensors(loaded.weights))
+    assert found.keys() == expected.keys() and loaded.weights.layers[2].v_proj is None
+    for field, tensor in found.items():
+        assert torch.equal(tensor, state[expected[field]]), field
+    for layer in loaded.weights.layers:
+        assert isinstance(layer.experts, DenseExperts) and layer.encoder_scalar != layer.decoder_scalar
 
 
 def test_plain_weights_are_cast_and_packed_scales_are_not(tiny_dir: Path):
@@ -405,14 +406,19 @@ def test_shard_without_a_promised_tensor(sharded: Path):
         load_checkpoint(sharded, "bf16")
 
 
-def test_indivisible_groups_are_refused_before_reading(tiny_dir: Path):
-    with pytest.raises(UsageError, match="group_gate_up 128 does not divide hidden_size 32"):
-        load_checkpoint(tiny_dir)
-
-
-def test_unknown_weight_format(tiny_dir: Path):
-    with pytest.raises(UsageError, match="weights is 'fp8', expected one of w4, bf16"):
-        load_checkpoint(tiny_dir, "fp8")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("directory", "options", "error", "message"), [
+    ("tiny_dir", {}, UsageError, "group_gate_up 128 does not divide hidden_size 32"),
+    ("tiny_dir", {"weights": "fp8"}, UsageError, "weights is 'fp8', expected one of w4, bf16"),
+    ("packed_dir", {"weights": "bf16"}, CheckpointError, "holds 4-bit experts only.*weights='w4'"),
+    ("packed_dir", {"spec": QuantSpec(32, 16)}, UsageError, "packed with .*quantise the BF16 checkpoint again"),
+    ("tiny_dir", {"verify": True, "spec": SPEC}, CheckpointError, NO_HASHES),
+    ("published", {"verify": True, "spec": SPEC}, CheckpointError, NO_HASHES),
+])  # fmt: skip
+def test_what_cannot_be_had_of_a_directory(request, monkeypatch, directory: str, options, error, message: str):
+    path = request.getfixturevalue(directory)
+    monkeypatch.setattr(checkpoint, "read_tensor", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message):
+        load_checkpoint(path, **options)
 
 
 def test_weights_do_not_follow_the_file(broken: Path):
@@ -423,24 +429,32 @@ def test_weights_do_not_follow_the_file(broken: Path):
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, iter_tensors(loaded.weights), strict=True))
 
 
+def others_layout(path: Path) -> None:
+    """A minimal directory of another writer."""
+    published_layout(path)
+    for i in range(3):
+        file = path / f"experts_{i:03d}.safetensors"
+        rewrite(file, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()})
+        file.rename(path / f"experts_{2 - i}_of_3.safetensors")  # names of files carry no meaning
+
+
+def one_shard_per_side(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    for i in range(3):
+        tensors = load_file(path / f"experts_{i:03d}.safetensors")
+        twins = {n.replace(DEC, ENC): v for n, v in tensors.items()}
+        save_file(twins, path / f"experts_{i + 3:03d}.safetensors")
+
+
 class TestPacked:
     """Directories in dg-w4a16-v1, by this writer and by others."""
 
-    def test_minimal_directory_of_another_writer(self, packed_dir: Path, broken_packed: Path):
-        published_layout(broken_packed)
-        for i in range(3):
-            file = broken_packed / f"experts_{i:03d}.safetensors"
-            rewrite(file, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()})
-            file.rename(broken_packed / f"experts_{2 - i}_of_3.safetensors")  # names of files carry no meaning
+    @pytest.mark.parametrize("change", [others_layout, one_shard_per_side, without("w4_meta.json", "manifest.json")])
+    def test_the_same_weights(self, packed_dir: Path, broken_packed: Path, change: Damage):
+        """Without meta and manifest: what the hub's client fetches for transformers, which asks for the index's."""
+        change(broken_packed)
         assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
-
-    def test_one_shard_per_side(self, packed_dir: Path, broken_packed: Path):
-        (broken_packed / "manifest.json").unlink()
-        for i in range(3):
-            tensors = load_file(broken_packed / f"experts_{i:03d}.safetensors")
-            twins = {n.replace(DEC, ENC): v for n, v in tensors.items()}
-            save_file(twins, broken_packed / f"experts_{i + 3:03d}.safetensors")
-        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+        assert load_checkpoint(broken_packed, spec=SPEC).spec == SPEC
 
     def test_groups_come_from_shapes(self, tiny_dir: Path, tmp_path: Path):
         quantize(tiny_dir, tmp_path / "w4", QuantSpec(8, 4))
@@ -448,20 +462,6 @@ class TestPacked:
         loaded = load_checkpoint(tmp_path / "w4")
         assert loaded.spec == QuantSpec(8, 4)
         assert loaded.weights.layers[0].experts.gu_s.shape == (8, 32, 4)
-
-    def test_missing_meta(self, packed_dir: Path, broken_packed: Path):
-        """What the hub's client fetches for transformers, which asks for what the index names."""
-        without("w4_meta.json", "manifest.json")(broken_packed)
-        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
-
-    def test_bf16_cannot_be_recovered(self, packed_dir: Path):
-        with pytest.raises(CheckpointError, match=r"holds 4-bit experts only.*weights='w4'"):
-            load_checkpoint(packed_dir, "bf16")
-
-    def test_other_groups_than_stored(self, packed_dir: Path):
-        with pytest.raises(UsageError, match=r"packed with .*quantise the BF16 checkpoint again"):
-            load_checkpoint(packed_dir, spec=QuantSpec(32, 16))
-        assert load_checkpoint(packed_dir, spec=SPEC).spec == SPEC
 
 
 class TestManifest:
@@ -480,12 +480,6 @@ class TestManifest:
         assert load_checkpoint(broken_packed).settings.t_min == 0.2
         with pytest.raises(CheckpointError, match=r"generation_config\.json: changed, damaged or missing"):
             load_checkpoint(broken_packed, verify=True)
-
-    def test_nothing_to_verify_against(self, tiny_dir: Path, broken_packed: Path):
-        (broken_packed / "manifest.json").unlink()
-        for path in (tiny_dir, broken_packed):
-            with pytest.raises(CheckpointError, match=r"manifest\.json: file is missing, so there are no hashes"):
-                load_checkpoint(path, verify=True, spec=SPEC)
 
 
 class TestFind:
