@@ -18,7 +18,7 @@ import torch
 from redraft.config import ModelConfig, QuantSpec, read_json
 from redraft.errors import CheckpointError, UsageError
 from redraft.network.weights import PackedExperts
-from redraft.store.format import Entry, Format, Read, shard_name
+from redraft.store.format import Entry, Format, Read, shard_names
 from redraft.store.names import PACKED_NAMES, Shape, packed_layer, packed_name
 from redraft.store.tensorfile import TensorInfo
 
@@ -98,7 +98,7 @@ class DgW4A16(Format):
 
     def file_names(self, layers: int, shards: int) -> list[str]:
         """Even a single shard is called one of several, so that transformers reads the index, which lists experts."""
-        return [*map(expert_file, range(layers)), *(shard_name(i, shards) for i in range(1, shards + 1))]
+        return [*map(expert_file, range(layers)), *shard_names(shards)]
 
 
 def expert_file(layer: int) -> str:

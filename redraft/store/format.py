@@ -20,9 +20,9 @@ Entry = tuple[tuple[str, ...], tuple[int, ...]]  # safetensors dtypes accepted, 
 Read = Callable[[str], torch.Tensor]  # a tensor by canonical name, on the CPU, dtype as stored
 
 
-def shard_name(number: int, count: int) -> str:
-    """transformers' name of the file `number` of `count`, counted from 1, which an index lists."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+def shard_names(count: int) -> list[str]:
+    """transformers' names of `count` files that an index lists."""
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 class Format(ABC):
@@ -80,7 +80,7 @@ class Format(ABC):
 
     def file_names(self, layers: int, shards: int) -> list[str]:
         """Names of one file a layer, and of the shards that hold everything else."""
-        return [shard_name(i, layers + shards) for i in range(1, layers + shards + 1)]
+        return shard_names(layers + shards)
 
     def layer_bytes(self, config: ModelConfig) -> int:
         """Bytes of one layer's experts as stored."""

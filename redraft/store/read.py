@@ -107,9 +107,13 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     text, extras = _sort_tensors([info for info in infos if info.numel or info.name != fence])
     layout = layout.settled(path, config, text)
     _check_tensors(path, layout, config, text)
-    settings, notes = _settings(path)
+    settings, notes, file = DecodeSettings(), _notes(extras), path / "generation_config.json"
+    if file.exists():
+        settings = DecodeSettings.from_generation_config(read_json(file), str(file))
+    else:
+        notes.append("generation_config.json is missing: using DiffusionGemma's published decoding settings")
     check_manifest(path, infos, layout.spec is not None, verify)
-    return CheckpointFiles(path, layout, config, settings, text, extras, _notes(extras) + notes)
+    return CheckpointFiles(path, layout, config, settings, text, extras, notes)
 
 
 def _layout(path: Path, raw: dict[str, Any], config: ModelConfig) -> Format:
@@ -197,13 +201,6 @@ def _check_tensors(path: Path, layout: Format, config: ModelConfig, text: dict[s
                 raise CheckpointError(f"{info} has shape {list(info.shape)}, expected {list(shape)}")
             if info.dtype not in dtypes:
                 raise CheckpointError(f"{info} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
-
-
-def _settings(path: Path) -> tuple[DecodeSettings, list[str]]:
-    file = path / "generation_config.json"
-    if file.exists():
-        return DecodeSettings.from_generation_config(read_json(file), str(file)), []
-    return DecodeSettings(), ["generation_config.json is missing: using DiffusionGemma's published decoding settings"]
 
 
 def _notes(extras: dict[str, TensorInfo]) -> list[str]:

@@ -24,19 +24,18 @@ LOCK = "lock"
 
 def partial_path(dst: str | Path) -> Path:
     """Where unfinished work for the target `dst` is kept."""
-    target = Path(dst).expanduser().resolve()
-    return target.parent / f".{target.name}.partial"
+    return _beside(Path(dst).expanduser().resolve(), "partial")
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.parent / f".{target.name}.{ending}"
 
 
 def restore_replaced(target: Path) -> None:
     """Put back what `publish` had moved aside when the process died between its two renames."""
-    replaced = _replaced_path(target)
+    replaced = _beside(target, "replaced")
     if replaced.is_dir() and not target.exists():
         replaced.rename(target)
-
-
-def _replaced_path(target: Path) -> Path:
-    return target.parent / f".{target.name}.replaced"
 
 
 class WorkDir:
@@ -149,7 +148,7 @@ class WorkDir:
 
     def publish(self) -> None:
         """Give the directory its final name, in place of what has that name now."""
-        replaced = _replaced_path(self.target)
+        replaced = _beside(self.target, "replaced")
         with self.writing():
             _sync(self.path)
             if replaced.exists():

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from redraft.errors import UsageError
 from redraft.files import write_text
-from redraft.store.format import Format, shard_name
+from redraft.store.format import Format, shard_names
 from redraft.store.manifest import MANIFEST
 from redraft.store.read import INDEX, CheckpointFiles, Progress
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
@@ -65,7 +65,7 @@ def plan(source: CheckpointFiles, layout: Format, make_layer: Callable[[int], Ma
 def plan_changes(source: CheckpointFiles, change: Change) -> list[Part]:
     """Everything of the source by canonical name, in one file or in shards, as `change` makes it."""
     files = shards(source.tensors)
-    names = [SINGLE] if len(files) == 1 else [shard_name(i, len(files)) for i in range(1, len(files) + 1)]
+    names = [SINGLE] if len(files) == 1 else shard_names(len(files))
     return [copy_part(source, *file, change) for file in zip(names, files, strict=True)]
 
 
