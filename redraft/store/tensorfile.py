@@ -125,9 +125,8 @@ def holds_bytes_of(info: TensorInfo, tensor: torch.Tensor) -> bool:
     expected = tensor_bytes(tensor).numpy()
     with info.file.open("rb") as f:
         f.seek(info.start)
-        starts = range(0, info.nbytes, _CHUNK)
-        chunks = (np.frombuffer(f.read(min(_CHUNK, info.nbytes - at)), np.uint8) for at in starts)
-        return all(np.array_equal(chunk, expected[at : at + _CHUNK]) for at, chunk in zip(starts, chunks, strict=True))
+        chunks = (expected[at : at + _CHUNK] for at in range(0, info.nbytes, _CHUNK))
+        return all(np.array_equal(np.fromfile(f, np.uint8, len(chunk)), chunk) for chunk in chunks)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

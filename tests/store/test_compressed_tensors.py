@@ -14,12 +14,13 @@ from tiny import contents, edit_json, rewrite, stored, tiny_model, tiny_tokenize
 
 import redraft
 from redraft.errors import CheckpointError, UsageError
-from redraft.kernels.packing import dequantize
-from redraft.network.weights import PackedExperts, iter_tensors
+from redraft.kernels.packing import dequantize, unpack_nibbles
+from redraft.network.weights import iter_tensors
 from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import export_compressed_tensors
-from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, CompressedTensors, pack
+from redraft.store.compressed_tensors import LARGEST_SCALE, PROJECTIONS, SMALLEST_SCALE, CompressedTensors, pack
 from redraft.store.names import canonical_name, expert_names
+from redraft.store.random import unpack_experts
 from redraft.store.read import INDEX, Checkpoint, open_checkpoint
 from redraft.store.workdir import partial_path
 
@@ -64,12 +65,6 @@ def same_experts(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def expert_matrices(experts: PackedExperts, expert: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    gate, up = dequantize(experts.gu_q[expert], experts.gu_s[expert], experts.gu_z[expert], dtype).chunk(2)
-    down = dequantize(experts.dn_q[expert], experts.dn_s[expert], experts.dn_z[expert], dtype)
-    return {"gate_proj": gate, "up_proj": up, "down_proj": down}
-
-
 def library_scheme(path: Path):
     """The library's own reading of config.json."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -79,47 +74,43 @@ def library_scheme(path: Path):
 
 def library_weights(path: Path, tensors: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
     """One Linear decompressed by the library."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-
+    compressors = pytest.importorskip("compressed_tensors.compressors")
     state = {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-    return PackedQuantizationCompressor.decompress(state, library_scheme(path))["weight"]
+    return compressors.PackedQuantizationCompressor.decompress(state, library_scheme(path))["weight"]
 
 
 class TestWrite:
     def test_library_reads_the_same_values(self, exported: Path):
         tensors, loaded = stored(exported), load_checkpoint(exported)
         for layer, weights in enumerate(loaded.weights.layers):
+            dense = unpack_experts(weights.experts, torch.bfloat16)
             for expert in (0, 7):
-                for projection, ours in expert_matrices(weights.experts, expert, torch.bfloat16).items():
+                matrices = (*dense.gate_up[expert].chunk(2), dense.down[expert])
+                for projection, ours in zip(PROJECTIONS, matrices, strict=True):
                     prefix = f"model.decoder.layers.{layer}.experts.{expert}.{projection}"
                     theirs = library_weights(exported, tensors, prefix)
                     assert theirs.dtype == torch.bfloat16 and torch.equal(theirs, ours), prefix
 
     def test_library_packs_the_same_words(self, exported: Path, bf16_dir: Path):
         """From the same scales and zero points the library rounds and packs to the same bits."""
-        pytest.importorskip("compressed_tensors")
-        from compressed_tensors.compressors import PackedQuantizationCompressor
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
+        compressors = pytest.importorskip("compressed_tensors.compressors")
         tensors, prefix = stored(exported), f"{EXPERT}.down_proj"
         weight = load_checkpoint(bf16_dir, "bf16", torch.float32).weights.layers[1].experts.down[2]
         state = {"weight": weight, "weight_scale": tensors[f"{prefix}.weight_scale"].float()}
         if f"{prefix}.weight_zero_point" in tensors:
             zero, shape = tensors[f"{prefix}.weight_zero_point"], state["weight_scale"].shape
-            state["weight_zero_point"] = unpack_from_int32(zero, 4, shape, packed_dim=0)
-        packed = PackedQuantizationCompressor.compress(state, library_scheme(exported))
+            unpack = compressors.pack_quantized.helpers.unpack_from_int32
+            state["weight_zero_point"] = unpack(zero, 4, shape, packed_dim=0)
+        packed = compressors.PackedQuantizationCompressor.compress(state, library_scheme(exported))
         for key in packed.keys() - {"weight_scale"}:
             assert torch.equal(packed[key], tensors[f"{prefix}.{key}"]), key
 
     def test_ignore_list_covers_all_but_experts(self):
-        pytest.importorskip("compressed_tensors")
-        from compressed_tensors.utils import is_match
-
+        is_match = pytest.importorskip("compressed_tensors.utils").is_match
         ignore = CompressedTensors(64, True).quantization_config()["ignore"]
         linears = [(n, m) for n, m in tiny_model().named_modules() if isinstance(m, torch.nn.Linear)]
         assert len(linears) > 50 and all(is_match(name, module, ignore) for name, module in linears)
-        for projection in ("gate_proj", "up_proj", "down_proj"):
+        for projection in PROJECTIONS:
             for side in ("decoder", "encoder.language_model"):
                 assert not is_match(f"model.{side}.layers.0.experts.3.{projection}", torch.nn.Linear(1, 1), ignore)
 
@@ -127,11 +118,9 @@ class TestWrite:
         tensors = stored(copy)
         found = {n.removeprefix(f"{EXPERT}.down_proj."): t for n, t in tensors.items() if f"{EXPERT}.down_proj" in n}
         assert {key: (t.dtype, tuple(t.shape)) for key, t in found.items()} == {
-            "weight_packed": (torch.int32, (128, 8)),
-            "weight_scale": (torch.bfloat16, (128, 2)),
-            "weight_zero_point": (torch.int32, (16, 2)),
-            "weight_shape": (torch.int64, (2,)),
-        }
+            "weight_packed": (torch.int32, (128, 8)), "weight_scale": (torch.bfloat16, (128, 2)),
+            "weight_zero_point": (torch.int32, (16, 2)), "weight_shape": (torch.int64, (2,)),
+        }  # fmt: skip
         assert found["weight_shape"].tolist() == [128, 64]
         for name, tensor in load_file(bf16_dir / "model.safetensors").items():
             if ".experts." not in name:
@@ -142,22 +131,19 @@ class TestWrite:
         """Half a step by rounding, half a step at a saturated end, and what a BF16 scale is too small: 15 * 2^-9."""
         weight = torch.randn(64, 256).mul(torch.logspace(-4, 4, 64)[:, None])
         packed = pack(weight, CompressedTensors(32, symmetric), "w")
-        zero = packed["zero_point"].T.contiguous().view(torch.uint8) if not symmetric else None
-        z = 8.0 if zero is None else torch.stack((zero & 15, zero >> 4), -1).flatten(-2).T.float().unsqueeze(-1)
-        bytes_ = packed["packed"].view(torch.uint8)
-        q = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2).unflatten(-1, (-1, 32)).float()
-        s = packed["scale"].float().unsqueeze(-1)
-        steps = ((q - z) * s - weight.unflatten(-1, (-1, 32))).abs() / s
+        scale, zero = packed["scale"].float(), torch.tensor(8.0)
+        if not symmetric:
+            zero = unpack_nibbles(packed["zero_point"].T.contiguous().view(torch.uint8)).T
+        restored = dequantize(packed["packed"].view(torch.uint8), scale, zero.expand_as(scale))
+        steps = (restored - weight).unflatten(-1, (-1, 32)).abs() / scale.unsqueeze(-1)
         assert float(steps.max()) <= 1.0 + 15 / 512
 
     def test_asymmetric_is_the_more_accurate(self, bf16_dir: Path, tmp_path: Path):
-        errors = {
-            symmetric: export_compressed_tensors(bf16_dir, tmp_path / str(symmetric), symmetric=symmetric).tensors
-            for symmetric in (False, True)
-        }
-        assert [t.name for t in errors[False]] == [name for layer in range(3) for name in expert_names(layer)]
-        for asymmetric, symmetric in zip(errors[False], errors[True], strict=True):
-            assert 19 < symmetric.sqnr_db < asymmetric.sqnr_db < 23
+        asymmetric = export_compressed_tensors(bf16_dir, tmp_path / "asymmetric").tensors
+        symmetric = export_compressed_tensors(bf16_dir, tmp_path / "symmetric", symmetric=True).tensors
+        assert [t.name for t in asymmetric] == [name for layer in range(3) for name in expert_names(layer)]
+        for better, worse in zip(asymmetric, symmetric, strict=True):
+            assert 19 < worse.sqnr_db < better.sqnr_db < 23
 
     def test_extreme_weights(self):
         """Zero, tiny and huge groups get scales that BF16 and fp16 both hold; larger and broken ones are refused."""
@@ -212,10 +198,9 @@ class TestRead:
         engine = redraft.load(copy)
         dense = redraft.load(bf16_dir, weights="bf16")
         for plain, packed in zip(dense.model.weights.layers, engine.model.weights.layers, strict=True):
-            for e in range(8):
-                matrices = expert_matrices(packed.experts, e, torch.float32)
-                plain.experts.gate_up[e] = torch.cat((matrices["gate_proj"], matrices["up_proj"]))
-                plain.experts.down[e] = matrices["down_proj"]
+            experts = unpack_experts(packed.experts, torch.float32)
+            plain.experts.gate_up.copy_(experts.gate_up)
+            plain.experts.down.copy_(experts.down)
         answers = [e.generate("Ab?", seed=3, max_new_tokens=16) for e in (engine, dense)]
         assert answers[0].text == answers[1].text
 
