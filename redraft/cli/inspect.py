@@ -96,9 +96,9 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
     from redraft.network.arena import arena_bytes
 
     loaded = {name: part for name, part in parts.items() if name not in ("vision", "other")}
-    packed, experts = loaded["experts"]["w4_bytes"], 2 * loaded.pop("experts")["parameters"]
-    plain = 2 * sum(part["parameters"] for part in loaded.values())
-    weights = {"w4": None if packed is None else plain + packed, "bf16": plain + experts}
+    experts = loaded.pop("experts")
+    plain, packed = 2 * sum(part["parameters"] for part in loaded.values()), experts["w4_bytes"]
+    weights = {"w4": None if packed is None else plain + packed, "bf16": plain + 2 * experts["parameters"]}
     if files.spec is not None:
         weights["bf16"] = None  # a packed checkpoint has no BF16 experts to load
     rows = []

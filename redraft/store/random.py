@@ -122,7 +122,7 @@ def random_checkpoint(
     generator = torch.Generator(target).manual_seed(seed)
 
     def plain(field: str, name: str, shape: Shape) -> torch.Tensor:
-        return _draw(field, torch.empty(shape, device=target, dtype=dtype), generator)
+        return _draw(field, torch.empty(shape, device=generator.device, dtype=dtype), generator)
 
     def experts(layer: int) -> DenseExperts | PackedExperts:
         packed = draw_experts(config, spec, generator)
