@@ -2,10 +2,12 @@
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DiffusionGemmaConfig,
@@ -16,6 +18,7 @@ from transformers import (
 )  # fmt: skip
 
 from redraft.kernels.packing import dequantize
+from redraft.store.names import canonical_name
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
 
@@ -71,6 +74,34 @@ def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiff
             if "layer_scalar" in name:
                 buffer.fill_(0.8 + 0.3 * float(torch.rand(())))
     return model
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """What the files of a directory hold, by name."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory by canonical name."""
+    files = sorted(path.glob("*.safetensors"))
+    return {canonical_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Apply `change` to the tensors of a file; a new dict replaces them, None means it changed them in place."""
+    tensors = load_file(file)
+    result = change(tensors)
+    save_file(result if isinstance(result, dict) else tensors, file, metadata={"format": "pt"})
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def flip(file: Path) -> None:
+    """Change the last bit."""
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
 
 
 def published_layout(packed: Path) -> None:

@@ -47,10 +47,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call `run("generate", "demo", "hi", stdin="...")` as a shell would, with pipes instead of a terminal."""
 
-    def call(*args: str, stdin: str | bytes = "") -> Outcome:
+    def call(*args: object, stdin: str | bytes = "") -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        return Outcome(main(list(args)), *capsys.readouterr())
+        return Outcome(main([str(arg) for arg in args]), *capsys.readouterr())
 
     return call
 
