@@ -7,8 +7,6 @@ When more rows than the ring holds are committed at once, the earlier ones would
 that every ring row is written once and the result does not depend on the order of writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +84,7 @@ def commit_rows(
             D=dim, RING=ring, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=s.num_warps,
         )  # fmt: skip
 
-    kernel = "kv_write.sliding" if ring else "kv_write.full"
-    run(kernel, settings, COMMIT, launch)
+    run("kv_write.sliding" if ring else "kv_write.full", settings, COMMIT, launch)
 
 
 def advance(length: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:

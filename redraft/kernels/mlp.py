@@ -8,8 +8,6 @@ the library's blocks take every multiprocessor whole, and nothing runs beside th
 `product_into` leave room for the router that `fused.py` launches beside the MLP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

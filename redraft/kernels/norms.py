@@ -7,8 +7,6 @@ No kernel writes weights, so they are loaded while the launch ahead is not over 
 at once, since no load moves up past the barriers of a sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -204,10 +202,8 @@ def _residual_norms_kernel(
     here = row * H + cols
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    delta_weight = load_weight(delta_weight_ptr, cols, H)
-    dense_weight = load_weight(dense_weight_ptr, cols, H)
-    expert_weight = load_weight(expert_weight_ptr, cols, H)
-    router_weight = load_weight(router_weight_ptr, cols, H)
+    delta_weight, dense_weight = load_weight(delta_weight_ptr, cols, H), load_weight(dense_weight_ptr, cols, H)
+    expert_weight, router_weight = load_weight(expert_weight_ptr, cols, H), load_weight(router_weight_ptr, cols, H)
     after_previous(EARLY)
     delta, x = _row(delta_ptr, row, cols, H), _row(x_ptr, row, cols, H)
     delta = _normalized(delta, eps, H) * delta_weight.to(tl.float32)
@@ -257,10 +253,8 @@ def _combine_norms_kernel(
     keep = cols < H
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    dense_weight = load_weight(dense_weight_ptr, cols, H)
-    expert_weight = load_weight(expert_weight_ptr, cols, H)
-    weight = load_weight(weight_ptr, cols, H)
-    scalar = tl.load(scalar_ptr)
+    dense_weight, expert_weight = load_weight(dense_weight_ptr, cols, H), load_weight(expert_weight_ptr, cols, H)
+    weight, scalar = load_weight(weight_ptr, cols, H), tl.load(scalar_ptr)
     next_weight = load_weight(next_weight_ptr, cols, H)
     after_previous(EARLY)
     routed = tl.zeros((BLOCK_H,), tl.float32)

@@ -4,8 +4,6 @@ Pair (x[i], x[i + D/2]) turns by position * theta^(-2i/D); with partial_rotary_f
 `qkv_norm_rope` does all that lies between the QKV product and attention: norms, rope, and K and V into the arena.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -169,5 +167,4 @@ def qkv_norm_rope(
             BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
 
-    kernel = "rope.sliding" if has_v else "rope.full"
-    run(kernel, settings, ROPE, launch)
+    run("rope.sliding" if has_v else "rope.full", settings, ROPE, launch)

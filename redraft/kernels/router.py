@@ -9,8 +9,6 @@ therefore spread over programs of `chunk` columns; the last one to finish, told 
 in the order of their columns, so the result depends neither on who came last nor on the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

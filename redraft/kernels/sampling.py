@@ -17,8 +17,6 @@ tell them apart). Each thread remembers the tile of its best entry only; its ind
 `probabilities` writes softmax(logits / T) in BF16 for self-conditioning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

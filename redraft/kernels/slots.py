@@ -9,8 +9,6 @@ out when there is one block, as for 256 rows of 8 experts); in the next, program
 from the counts and numbers its own assignments by a running sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

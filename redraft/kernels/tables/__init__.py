@@ -12,8 +12,6 @@ A launch that is refused all the same, for shared memory, registers or a tile th
 same way, and the process remembers what was accepted (`run`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
