@@ -1,13 +1,11 @@
 """Both forms of attention over the arena against an fp64 softmax over the keys each query may see."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from tolerance import DEVICE, in_slots, slot_table
+from tolerance import DEVICE, in_slots, poisoned, slot_table
 
 from redraft.kernels import attention_canvas
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
@@ -17,16 +15,14 @@ from redraft.kernels.attention_canvas import CanvasSettings, attend_canvas, canv
 CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 5e-3, "atol": 5e-3}
 
 
-def arena(batch, kv_heads, rows_cap, rows_max, dim, dtype):
-    """Keys and values full of NaN, as memory may be where nothing was written."""
-    return torch.full((2, batch, kv_heads, rows_cap + rows_max, dim), math.nan, dtype=dtype, device=DEVICE)
-
-
 def make_case(lengths, rows_cap, rows, heads, kv_heads, dim, dtype=torch.float32, rows_max=None, scale=1.0):
-    """Random history per slot written into an arena; returns q, the arena, and the whole history [B, kv, L + N, D]."""
+    """Random history per slot, written into an arena that is NaN elsewhere, as memory may be where nothing was written.
+
+    Returns q, the arena, and the whole history [B, kv, L + N, D].
+    """
     batch, total = len(lengths), max(lengths) + rows
     history = torch.randn(2, batch, kv_heads, total, dim, device=DEVICE).to(dtype)
-    store = arena(batch, kv_heads, rows_cap, rows_max or rows, dim, dtype)
+    store = poisoned(2, batch, kv_heads, rows_cap + (rows_max or rows), dim, dtype=dtype)
     for b, length in enumerate(lengths):
         for p in range(max(0, length - rows_cap), length):
             store[:, b, :, p % rows_cap] = history[:, b, :, p]
@@ -55,7 +51,7 @@ def reference(q, history, lengths, rows_cap, causal, window):
 def launch(q, store, lengths, rows_cap, settings, causal=False, window=None, scratch_rows=None):
     """In one launch or, by settings of canvases, in two. Lanes in the slots of `slot_table`, all else full of NaN."""
     batch, heads, rows, dim = q.shape
-    out = torch.full((batch * rows, heads * dim), math.nan, dtype=q.dtype, device=q.device)
+    out = poisoned(batch * rows, heads * dim, dtype=q.dtype)
     length = in_slots(torch.tensor(lengths, dtype=torch.int32, device=q.device))
     where = (q, in_slots(store[0]), in_slots(store[1]), length, slot_table(batch), rows_cap)
     if isinstance(settings, CanvasSettings):
@@ -99,7 +95,6 @@ WINDOWS = [(False, None), (True, 16), (True, 5)]
 )
 def test_sliding(lengths, causal, window, splits, rows):
     """A ring of 15 rows, with room for three more in-flight rows than the pass may have."""
-    torch.manual_seed(sum(lengths))
     case = make_case(lengths, 15, rows, 4, 2, 16, rows_max=20)
     check(*case, lengths, 15, small(*case[:2], splits), causal, window)
 
@@ -110,14 +105,12 @@ def test_sliding(lengths, causal, window, splits, rows):
 )
 def test_full(rows, causal, splits):
     """Eight query heads a KV head; output columns made in two halves, of canvases scores too."""
-    torch.manual_seed(rows)
     case = make_case([0, 29, 64], 64, rows, 8, 1, 32, rows_max=20)
     check(*case, [0, 29, 64], 64, replace(small(*case[:2], splits), block_d=16), causal)
 
 
 @pytest.mark.parametrize("splits", [1, CANVAS])
 def test_transposed_queries(splits):
-    torch.manual_seed(4)
     q, store, _ = make_case([9], 15, 5, 4, 2, 16)
     view = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert not view.is_contiguous()
@@ -131,7 +124,6 @@ def test_huge_scores_pick_one_key(splits):
 
     In canvases they stand in another block than the first: blocks whose weights all vanish, sums that start over.
     """
-    torch.manual_seed(5)
     case = make_case([20], 32, 9, 4, 2, 16, scale=1e4)
     check(*case, [20], 32, small(*case[:2], splits), close={"rtol": 1e-3, "atol": 1e-3})
 
@@ -139,39 +131,35 @@ def test_huge_scores_pick_one_key(splits):
 @pytest.mark.parametrize("splits", [2, CANVAS])
 def test_bf16(splits):
     """P and the output are rounded to BF16: 2^-8 each (the interpreter truncates) of values of order one."""
-    torch.manual_seed(6)
     case = make_case([20, 3], 15, 9, 4, 2, 16, dtype=torch.bfloat16)
     check(*case, [20, 3], 15, small(*case[:2], splits), close={"rtol": 2e-2, "atol": 2e-2})
 
 
+THREE = [5, 30, 12]
+
+
 def test_a_slot_does_not_depend_on_the_others():
-    torch.manual_seed(7)
-    lengths = [5, 30, 12]
-    q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
+    q, store, _ = make_case(THREE, 15, 9, 4, 2, 16)
     settings = small(q, store, 2)
-    together = launch(q, store, lengths, 15, settings).view(3, 9, -1)
-    for b, length in enumerate(lengths):
+    together = launch(q, store, THREE, 15, settings).view(3, 9, -1)
+    for b, length in enumerate(THREE):
         one = slice(b, b + 1)
-        alone = launch(q[one], store[:, one].contiguous(), [length], 15, settings)
-        assert torch.equal(together[b], alone)
+        assert torch.equal(together[b], launch(q[one], store[:, one].contiguous(), [length], 15, settings))
 
 
 def test_lanes_take_turns_in_scratch(monkeypatch):
-    torch.manual_seed(7)
-    lengths = [5, 30, 12]
-    q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
+    q, store, _ = make_case(THREE, 15, 9, 4, 2, 16)
     settings = small(q, store, CANVAS)
-    together = launch(q, store, lengths, 15, settings)
+    together = launch(q, store, THREE, 15, settings)
     for at_once in (1, 2):
         lane_bytes = 4 * 9 * 2 * settings.block_n * 4
         monkeypatch.setattr(attention_canvas, "SCRATCH_BYTES", at_once * lane_bytes)
         assert canvas_scratch(3, 4, 9, 15, settings, q.device, q.dtype).lanes == at_once
-        assert torch.equal(launch(q, store, lengths, 15, settings), together)
+        assert torch.equal(launch(q, store, THREE, 15, settings), together)
 
 
 def test_scratch_of_a_longer_prefix():
     """The blocks of a lane stand as far apart as the scratch was made for."""
-    torch.manual_seed(8)
     case = make_case([20, 33], 40, 9, 4, 2, 16)
     check(*case, [20, 33], 40, small(*case[:2], CANVAS), scratch_rows=100)
 
@@ -195,7 +183,6 @@ def test_settings_fill_an_h200_once(batch):
 @pytest.mark.parametrize("lengths", [[1024], [0, 1, 700, 1023, 1500]])
 def test_real_shapes(kv_heads, dim, rows, causal, canvas, lengths):
     """BF16 P and output: each rounding is 2^-9 of its value; outputs are averages of many unit normals, below 4."""
-    torch.manual_seed(rows)
     rows_cap, window = (1023, 1024 if causal else None) if dim == 256 else (1536, None)
     q, store, history = make_case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, rows_max=257)
     settings = (canvas_settings if canvas else attention_settings)(len(lengths), 16, kv_heads, rows, dim)

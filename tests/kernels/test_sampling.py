@@ -1,14 +1,12 @@
 """Philox, the counter-based draws, and the per-position statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from tolerance import DEVICE, slot_table, temperature
+from tolerance import DEVICE, gaussian, slot_table, temperature
 
 from redraft.config import DecodeSettings
 from redraft.kernels.philox import philox, philox_words
@@ -28,24 +26,20 @@ from redraft.kernels.state import SlotState
 SEEDS = torch.tensor([1, 2**40 + 3])
 
 
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+
+
 @pytest.mark.parametrize(
-    ("seed", "counter", "expected"),
+    ("seed", "counters", "expected"),
     [
-        (0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (-1, 0xFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (0, [0] * 4, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (-1, [0xFFFFFFFF] * 4, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (0x299F31D0 << 32 | 0xA4093822, PI, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
     ],
 )
-def test_philox_known_answers(seed, counter, expected):
-    """The known-answer vectors of the authors' Random123 library."""
-    word = torch.tensor(counter)
-    assert philox(torch.tensor(seed), word, word, word, word).tolist() == list(expected)
-
-
-def test_philox_counter_words_are_ordered():
-    """pi and the golden ratio as counters and key: the third Random123 vector tells the words apart."""
-    words = [torch.tensor(w) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
-    seed = torch.tensor(0x299F31D0 << 32 | 0xA4093822)
-    assert philox(seed, *words).tolist() == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+def test_philox_known_answers(seed, counters, expected):
+    """The known-answer vectors of the authors' Random123 library; the digits of pi tell the counter words apart."""
+    assert philox(torch.tensor(seed), *(torch.tensor(word) for word in counters)).tolist() == expected
 
 
 def test_statistics_by_hand():
@@ -73,7 +67,6 @@ def test_statistics_survive_extreme_logits():
 
 
 def test_entropies_agree():
-    torch.manual_seed(0)
     logits = torch.randn(2, 5, 300) * 4
     counter = counter_statistics(logits, SEEDS, 0, 1).entropy
     torch.testing.assert_close(counter, stock_statistics(logits, torch.Generator()).entropy, atol=1e-5, rtol=1e-5)
@@ -159,11 +152,13 @@ def lanes(state):
     return slot_table(state.step.shape[0] - 1)
 
 
-def outputs(rows):
-    """Outputs full of nonsense, which a kernel has to overwrite."""
-    whole = {name: torch.full((rows,), -7, dtype=torch.int32, device=DEVICE) for name in ("draw", "argmax")}
-    real = {name: torch.full((rows,), math.nan, device=DEVICE) for name in ("entropy", "confidence", "log_norm")}
-    return {**whole, **real}
+def sampled(logits, slots, settings=SMALL):
+    """What `sample` writes into outputs full of nonsense."""
+    rows = logits.shape[0]
+    out = {name: torch.full((rows,), -7, dtype=torch.int32, device=DEVICE) for name in ("draw", "argmax")}
+    out |= {name: torch.full((rows,), math.nan, device=DEVICE) for name in ("entropy", "confidence", "log_norm")}
+    sample(logits, slots, lanes(slots), CAP, settings=settings, **out)
+    return out
 
 
 def scaled(logits, settings, slots):
@@ -185,20 +180,18 @@ def reference(logits, settings, slots):
     )
 
 
-def check(logits, settings, slots, out, entropy_atol=1e-4):
+def check(logits, settings, slots, out, atol=1e-4):
     """argmax exact; the draw may only differ where two scores are as close as their rounding."""
     expected = reference(logits, settings, slots)
     assert torch.equal(out["argmax"].long(), logits.float().argmax(-1))
-    torch.testing.assert_close(out["entropy"], expected.entropy.clamp(min=0), atol=entropy_atol, rtol=1e-4)
-    torch.testing.assert_close(out["confidence"], expected.confidence, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out["entropy"], expected.entropy.clamp(min=0), atol=atol, rtol=1e-4)
+    torch.testing.assert_close(out["confidence"], expected.confidence, atol=atol, rtol=1e-4)
     x = scaled(logits, settings, slots)
     torch.testing.assert_close(out["log_norm"], x.flatten(0, 1).logsumexp(-1), atol=1e-4, rtol=1e-5)
-    count = x.shape[1]
+    count, seeds = x.shape[1], slots.seed
     for row in (out["draw"].long() != expected.draw).nonzero().flatten().tolist():
         b = int(lanes(slots)[row // count])
-        noise = exponential_noise(
-            slots.seed[b : b + 1], count, x.shape[2], int(slots.canvas_index[b]), int(slots.step[b]) + 1
-        )
+        noise = exponential_noise(seeds[b : b + 1], *x.shape[1:], int(slots.canvas_index[b]), int(slots.step[b]) + 1)
         score = x[row // count, row % count] - noise[0, row % count].log()
         assert score[out["draw"][row].long()] > score.max() - 1e-3, f"row {row}: a clearly smaller score was drawn"
     return (out["draw"].long() == expected.draw).float().mean()
@@ -207,12 +200,9 @@ def check(logits, settings, slots, out, entropy_atol=1e-4):
 @pytest.mark.parametrize("vocab", [64, 256, 300, 1])
 @pytest.mark.parametrize("spread", [0.1, 4.0, 40.0])
 def test_sample_against_reference(vocab, spread):
-    torch.manual_seed(vocab)
     settings = [DecodeSettings(), DecodeSettings(max_denoising_steps=7, t_min=0.5, t_max=1.3)]
-    slots, out = make_slots(*settings, step=3, canvas=2), outputs(4)
-    logits = (torch.randn(4, vocab, device=DEVICE) * spread).bfloat16()
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
-    assert check(logits, settings, slots, out) == 1
+    slots, logits = make_slots(*settings, step=3, canvas=2), gaussian(4, vocab, scale=spread)
+    assert check(logits, settings, slots, sampled(logits, slots)) == 1
 
 
 @pytest.mark.parametrize("t", [0.4, 0.05, 1e-3])
@@ -221,38 +211,26 @@ def test_sample_at_small_temperatures(t):
 
     The scaled logits reach 30 / T, so that fp32 knows the entropy's terms to about 30 / T * 2^-22.
     """
-    torch.manual_seed(1)
     settings = [DecodeSettings(t_min=t, t_max=t)]
-    slots, out = make_slots(*settings), outputs(3)
-    logits = (torch.randn(3, 200, device=DEVICE) * 20).bfloat16()
+    slots, logits = make_slots(*settings), gaussian(3, 200, scale=20)
     logits[0] = -20.0
     logits[1, 7:9] = 40.0
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
-    expected = reference(logits, settings, slots)
-    assert torch.equal(out["argmax"].long(), logits.float().argmax(-1))
-    assert torch.equal(out["draw"].long(), expected.draw)
-    error = max(1e-4, 30 / t * 2**-20)
-    torch.testing.assert_close(out["entropy"], expected.entropy.clamp(min=0), atol=error, rtol=1e-4)
-    torch.testing.assert_close(out["confidence"], expected.confidence, atol=error, rtol=1e-4)
+    assert check(logits, settings, slots, sampled(logits, slots), atol=max(1e-4, 30 / t * 2**-20)) == 1
 
 
 def test_sample_extremes():
     """-inf and huge logits cap at -+30; ties, across tiles and where the cap hides a difference; NaN in one row."""
-    settings = [DecodeSettings()]
-    slots, out = make_slots(*settings), outputs(7)
-    logits = torch.zeros(7, 200, device=DEVICE).bfloat16()
-    logits[0] = -math.inf
-    logits[1] = -math.inf
+    slots, logits = make_slots(DecodeSettings()), torch.zeros(7, 200, device=DEVICE).bfloat16()
+    logits[:2] = -math.inf
     logits[1, 150] = 0.0
     logits[2, 70], logits[2, 199] = 3e38, math.inf
     logits[3, [60, 64, 130]] = 5.0
     logits[4, 10], logits[4, 20] = 1000.0, 1008.0
-    logits[5] = -3e38
-    logits[6] = math.nan
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    logits[5], logits[6] = -3e38, math.nan
+    out = sampled(logits, slots)
     assert out["argmax"][:6].tolist() == [0, 150, 199, 60, 20, 0]
     assert 0 <= int(out["argmax"][6]) < 200 and 0 <= int(out["draw"][6]) < 200
-    expected = reference(logits, settings, slots)
+    expected = reference(logits, [DecodeSettings()], slots)
     torch.testing.assert_close(out["entropy"][:6], expected.entropy[:6].clamp(min=0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(out["confidence"][:6], expected.confidence[:6], atol=1e-5, rtol=1e-4)
     assert torch.equal(out["draw"][:6].long(), expected.draw[:6])
@@ -260,19 +238,17 @@ def test_sample_extremes():
 
 def test_a_sure_position_has_no_entropy():
     """One logit far above the rest: entropy below 1e-6, where the difference of two sums near 75 would show 1e-5."""
-    slots, out = make_slots(DecodeSettings()), outputs(1)
     logits = torch.full((1, 256), -20.0, device=DEVICE).bfloat16()
     logits[0, 3] = 25.0
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    out = sampled(logits, make_slots(DecodeSettings()))
     assert 0 <= out["entropy"].item() < 1e-5
     assert out["confidence"].item() == 1
 
 
 def test_done_slots_are_left_alone():
-    slots, out = make_slots(DecodeSettings(), DecodeSettings()), outputs(4)
+    slots, logits = make_slots(DecodeSettings(), DecodeSettings()), gaussian(4, 100)
     slots.done[lanes(slots)[0]] = 1
-    logits = torch.randn(4, 100, device=DEVICE).bfloat16()
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    out = sampled(logits, slots)
     assert out["draw"][:2].tolist() == [-7] * 2
     assert out["entropy"][:2].isnan().all()
     assert out["entropy"][2:].isfinite().all()
@@ -282,15 +258,11 @@ def test_done_slots_are_left_alone():
 
 
 def test_the_draw_does_not_depend_on_the_batch():
-    torch.manual_seed(2)
     settings = [DecodeSettings(), DecodeSettings(t_max=1.0)]
-    slots, out = make_slots(*settings, step=2), outputs(4)
-    logits = torch.randn(4, 200, device=DEVICE).bfloat16()
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
-    alone, other = make_slots(settings[1], step=3), outputs(2)
+    slots, alone, logits = make_slots(*settings, step=2), make_slots(settings[1], step=3), gaussian(4, 200)
+    out = sampled(logits, slots)
     alone.seed[1], alone.canvas_index[1] = slots.seed[1], slots.canvas_index[1]
-    sample(logits[2:], alone, lanes(alone), CAP, settings=SMALL, **other)
-    for name, value in other.items():
+    for name, value in sampled(logits[2:], alone).items():
         assert torch.equal(out[name][2:], value), name
 
 
@@ -298,11 +270,9 @@ def test_the_draw_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("in_place", [False, True])
 def test_probabilities_against_reference(vocab, in_place):
     """BF16 rounds to 2^-8 of a value at most; 1e-3 is room for the exponentials' own 2^-22 of logits up to 30 / T."""
-    torch.manual_seed(3)
     settings = [DecodeSettings(), DecodeSettings(t_min=0.1, t_max=0.2)]
-    slots, out = make_slots(*settings, step=1), outputs(2)
-    logits = (torch.randn(2, vocab, device=DEVICE) * 5).bfloat16()
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    slots, logits = make_slots(*settings, step=1), gaussian(2, vocab, scale=5)
+    out = sampled(logits, slots)
     expected = scaled(logits, settings, slots).softmax(-1).flatten(0, 1)
     target = logits if in_place else torch.full_like(logits, math.nan)
     probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=target, settings=SMALL)
@@ -313,11 +283,10 @@ def test_probabilities_against_reference(vocab, in_place):
 def test_sampled_draws_follow_the_distribution():
     """Chi-square of 50,000 draws over 8 tokens through the kernel: 99.9 % quantile of 7 degrees of freedom is 24.3."""
     settings, rows = DecodeSettings(t_min=1.0, t_max=1.0), 50_000
-    slots, out = make_slots(settings), outputs(rows)
-    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0], device=DEVICE).bfloat16().repeat(rows, 1)
-    sample(logits, slots, lanes(slots), CAP, settings=SMALL, **out)
+    slots, values = make_slots(settings), [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]
+    logits = torch.tensor(values, device=DEVICE).bfloat16().repeat(rows, 1)
     expected = scaled(logits, [settings], slots)[0, 0].softmax(-1) * rows
-    observed = torch.bincount(out["draw"].long(), minlength=8)
+    observed = torch.bincount(sampled(logits, slots)["draw"].long(), minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 24.3
 
 
@@ -327,13 +296,10 @@ def test_sampled_draws_follow_the_distribution():
 )
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_sample_at_real_shapes(rows, vocab, spread):
-    torch.manual_seed(rows)
     settings = [DecodeSettings()]
-    slots, out, again = make_slots(*settings, step=20), outputs(rows), outputs(rows)
-    logits = (torch.randn(rows, vocab, device=DEVICE) * spread).bfloat16()
-    sample(logits, slots, lanes(slots), CAP, settings=SAMPLE, **out)
+    slots, logits = make_slots(*settings, step=20), gaussian(rows, vocab, scale=spread)
+    out, again = (sampled(logits, slots, SAMPLE) for _ in range(2))
     assert check(logits, settings, slots, out) > 0.99
-    sample(logits, slots, lanes(slots), CAP, settings=SAMPLE, **again)
     assert all(torch.equal(out[name], again[name]) for name in out)
     expected = scaled(logits, settings, slots)[0].softmax(-1)
     probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=logits)
@@ -344,10 +310,9 @@ def test_sample_at_real_shapes(rows, vocab, spread):
 def test_rows_beyond_two_gigabytes_of_entries():
     """Row 8,200 of 262,144 starts past 2^31 entries."""
     rows = 8_256
-    slots, out = make_slots(DecodeSettings()), outputs(rows)
-    logits = torch.zeros(rows, 262_144, dtype=torch.bfloat16, device=DEVICE)
+    slots, logits = make_slots(DecodeSettings()), torch.zeros(rows, 262_144, dtype=torch.bfloat16, device=DEVICE)
     logits[-1, 5] = 20.0
-    sample(logits, slots, lanes(slots), CAP, **out)
+    out = sampled(logits, slots, None)
     assert out["argmax"][-1] == 5 and out["argmax"][:-1].max() == 0
     probabilities(logits, out["log_norm"], slots, lanes(slots), CAP, out=logits)
     assert logits[-1, 5] == 1
