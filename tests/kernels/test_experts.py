@@ -145,8 +145,6 @@ def test_what_keeps_the_hopper_products_away():
 
 def _real_layer(hopper):
     """Random packed experts; skips the test when it needs a GPU of another kind."""
-    if hopper and hopper_products(2816, 704, SPEC, DEVICE) is None:
-        pytest.skip("no Hopper GPU")
     h, i = REAL.hidden_size, REAL.moe_intermediate_size
     tensors = []
     for rows, width, group in ((2 * i, h, SPEC.group_gate_up), (h, i, SPEC.group_down)):
@@ -154,6 +152,8 @@ def _real_layer(hopper):
         nibbles = torch.randint(0, 256, (REAL.num_experts, rows, width // 2), dtype=torch.uint8, device=DEVICE)
         scales = ((0.5 + torch.rand(shape, device=DEVICE)) / (4.6 * width**0.5)).half()
         tensors += [nibbles, scales, (7.5 + torch.randn(shape, device=DEVICE)).half()]
+    if hopper and hopper_products(h, i, SPEC, tensors[0].device) is None:
+        pytest.skip("no Hopper GPU")
     return PackedExperts(*tensors)
 
 

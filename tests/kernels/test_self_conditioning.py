@@ -7,16 +7,10 @@ import torch
 from tolerance import DEVICE, assert_rounded_alike, gaussian, in_slots, poisoned, slot_table, temperature
 
 from redraft.config import DecodeSettings
+from redraft.kernels import self_conditioning
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.sampling import probabilities, sample
-from redraft.kernels.self_conditioning import (
-    SelfConditioningBuffers,
-    scatter_signal,
-    scatter_signal_reference,
-    self_condition,
-    self_condition_reference,
-    soft_norm,
-)
+from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition, self_condition_reference
 from redraft.kernels.state import SlotState
 from redraft.network.weights import SelfConditioningWeights
 
@@ -65,7 +59,7 @@ def test_soft_norm(rows):
     soft[0], soft[rows] = 0.0, math.nan
     scale = sqrt_bf16(100)
     expected = rms_norm(soft * torch.tensor(scale).bfloat16(), weight, EPS)
-    soft_norm(soft, weight, scale, EPS)
+    self_conditioning.soft_norm(soft, weight, scale, EPS)
     assert_rounded_alike(soft, expected)
 
 
@@ -76,8 +70,8 @@ def test_scatter_signal(hidden):
     slots = torch.tensor([4, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     expected = before.clone().view(6, 3, hidden)
     expected[4], expected[0] = rows[:3], rows[9:]
-    assert torch.equal(scatter_signal_reference(rows, done, slots, before), expected.flatten(0, 1))
-    scatter_signal(rows, done, slots, before)
+    assert torch.equal(self_conditioning.scatter_signal_reference(rows, done, slots, before), expected.flatten(0, 1))
+    self_conditioning.scatter_signal(rows, done, slots, before)
     assert torch.equal(before.view(6, 3, hidden), expected)
 
 
