@@ -1,7 +1,5 @@
 """Settings are read from both spellings of config.json and refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,8 +35,7 @@ def test_older_spelling_of_full_layers(raw):
 def test_layer_numbers_padded_with_zeros(tmp_path):
     """transformers writes "05" for layer 5 of a model of ten or more layers."""
     tiny_config(num_hidden_layers=12, layer_types=None).save_pretrained(tmp_path)
-    saved = read_json(tmp_path / "config.json")
-    config = ModelConfig.from_dict(saved)
+    config = ModelConfig.from_dict(read_json(tmp_path / "config.json"))
     assert [i for i, layer in enumerate(config.layers) if layer.kind == "full"] == [5, 11]
     assert [layer.head_dim for layer in config.layers] == [16 if i in (5, 11) else 8 for i in range(12)]
 
@@ -102,20 +99,11 @@ def test_generation_config_is_read():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_new_tokens": 0},
-        {"max_new_tokens": 2.5},
-        {"max_new_tokens": True},
-        {"max_denoising_steps": 0},
-        {"entropy_bound": 0.0},
-        {"entropy_bound": float("nan")},
-        {"entropy_bound": "0.1"},
-        {"t_min": 0.9},
-        {"t_min": 0.0},
-        {"stability_threshold": -1},
-        {"confidence_threshold": float("inf")},
-        {"entropy": 0.1},
+        {"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"max_denoising_steps": 0},
+        {"entropy_bound": 0.0}, {"entropy_bound": float("nan")}, {"entropy_bound": "0.1"}, {"t_min": 0.9},
+        {"t_min": 0.0}, {"stability_threshold": -1}, {"confidence_threshold": float("inf")}, {"entropy": 0.1},
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_by_name(changes):
     with pytest.raises(UsageError) as caught:
         DecodeSettings().replace(**changes)

@@ -1,7 +1,5 @@
 """The entropy-bound rule: temperature, acceptance, stopping, and what a finished row keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,8 +33,7 @@ def _rows(model, rule: DecodeSettings, stream, count: int) -> Rows:
 
 def _logits(*tokens: int, sharpness: float = 30.0) -> torch.Tensor:
     """Logits [B, C, V] that are sure of one token a row, everywhere."""
-    canvas = torch.tensor(tokens)[:, None].expand(-1, CANVAS)
-    return torch.nn.functional.one_hot(canvas, VOCAB).float() * sharpness
+    return torch.nn.functional.one_hot(torch.tensor(tokens)[:, None].expand(-1, CANVAS), VOCAB).float() * sharpness
 
 
 def _argmax(rows: Rows) -> list[list[int]]:
@@ -61,38 +58,35 @@ def test_rules_are_found_by_name():
 def test_accept_by_hand():
     entropy = torch.tensor([[0.3, 0.05, 0.06, 0.04]])
     # Ascending 0.04, 0.05, 0.06, 0.3; the sums before each are 0, 0.04, 0.09, 0.15.
-    assert accept(entropy, 0.1).tolist() == [[False, True, True, True]]
-    assert accept(entropy, 0.03).tolist() == [[False, False, False, True]]
-    assert accept(entropy, 0.2).tolist() == [[True, True, True, True]]
+    chosen = [accept(entropy, bound).int().tolist() for bound in (0.1, 0.03, 0.2)]
+    assert chosen == [[[0, 1, 1, 1]], [[0, 0, 0, 1]], [[1, 1, 1, 1]]]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=20), st.floats(0.01, 5))
 def test_accept_always_takes_the_surest_and_never_passes_the_bound(values, bound):
-    entropy = torch.tensor([values])
-    chosen = accept(entropy, bound)[0]
-    assert chosen[entropy[0].argmin()]
-    kept = entropy[0][chosen]
+    entropy = torch.tensor(values)
+    chosen = accept(entropy[None], bound)[0]
+    assert chosen[entropy.argmin()]
+    kept = entropy[chosen]
     assert float(kept.sum() - kept.max()) <= bound + 1e-4
-    assert chosen.all() or entropy[0][~chosen].min() >= kept.max()
+    assert chosen.all() or entropy[~chosen].min() >= kept.max()
 
 
 @pytest.mark.parametrize("stability", [0, 1, 2])
 def test_stop_needs_equal_canvases_and_confidence(model, stability):
     rule = DecodeSettings(stability_threshold=stability, confidence_threshold=0.1)
     rows = _rows(model, rule, CounterStream([1, 2], CANVAS, VOCAB, CPU), 2)
-    sure, half = _logits(5, 6), _logits(5, 6)
+    half = _logits(5, 6)
     half[1] /= 10.0
     for _ in range(stability):
-        rows.take(sure)
+        rows.take(_logits(5, 6))
         assert rows.state.done.tolist() == [0, 0]
     rows.take(half)
     assert rows.state.done.tolist() == [CONVERGED, 0]
-    rows.take(_logits(5, 7))
-    assert rows.state.done.tolist() == [CONVERGED, CONVERGED if stability == 0 else 0]
-    for _ in range(stability):
+    for repeated in range(stability + 1):
         rows.take(_logits(5, 7))
-    assert rows.state.done.tolist() == [CONVERGED, CONVERGED]
+        assert rows.state.done.tolist() == [CONVERGED, CONVERGED if repeated == stability else 0]
 
 
 def test_a_finished_row_keeps_everything(model):

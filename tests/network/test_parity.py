@@ -1,7 +1,5 @@
 """The same torch seed gives the same tokens as transformers' generate (tier bitexact, fp32, CPU)."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
