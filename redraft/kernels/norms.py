@@ -110,8 +110,7 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, stride_xm, heads, scale, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     let_next_start(EARLY)
     if weight_ptr is not None:
         weight = load_weight(weight_ptr, cols, H)
@@ -146,8 +145,7 @@ def _embed_norms_kernel(
     tokens_ptr, embed_ptr, slots_ptr, signal_ptr, step_ptr, next_weight_ptr, x_ptr, next_in_ptr,
     rows_per_lane, scale, eps, H: tl.constexpr, NORMED: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
     next_weight = load_weight(next_weight_ptr, cols, H)
@@ -196,8 +194,7 @@ def _residual_norms_kernel(
     dense_in_ptr, expert_in_ptr, router_in_ptr, group_sums_ptr, router_scale, eps,
     H: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     keep = cols < H
     here = row * H + cols
     dtype = x_ptr.dtype.element_ty
@@ -248,8 +245,7 @@ def _combine_norms_kernel(
     dense_weight_ptr, expert_weight_ptr, weight_ptr, scalar_ptr, next_weight_ptr, next_in_ptr, eps,
     H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     keep = cols < H
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tolerance import DEVICE, gaussian, in_slots, slot_table
 
-from redraft.kernels.kv_write import CommitSettings, advance, commit_rows, commit_rows_reference
+from redraft.kernels.kv_write import advance, commit_rows, commit_rows_reference
+from redraft.kernels.tables import BlockSettings
 
 CASES = [
     (True, 9, 8, [0, 4, 7, 30], [8, 0, 5, 1], 8),
@@ -22,7 +23,7 @@ def test_commit_rows(ring, rows_cap, room, lengths, counts, dim):
     start, count = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (lengths, counts))
     length, slots = in_slots(start), slot_table(len(lengths))
     commit_rows_reference(*expected, length, slots, count, rows_cap, ring=ring)
-    commit_rows(*arena, length, slots, count, rows_cap, ring=ring, settings=CommitSettings(4 * dim))
+    commit_rows(*arena, length, slots, count, rows_cap, ring=ring, settings=BlockSettings(4 * dim))
     assert all(torch.equal(actual, wanted) for actual, wanted in zip(arena, expected, strict=True))
     advance(length, slots, count)
     assert torch.equal(length, in_slots(start + count))

@@ -130,8 +130,8 @@ def test_attention_is_planned_for_a_small_gpu(kv_heads: int, dim: int, rows: int
 @pytest.mark.parametrize(("gpu", "fit"), [(H200, True), (SMALL, False)])
 def test_products_beside_the_router_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, fit: bool) -> None:
     monkeypatch.setattr(mlp, "current_gpu", lambda device=None: gpu)
-    monkeypatch.setattr(mlp, "from_hopper_on", lambda device: True)
-    monkeypatch.setattr(mlp, "TensorDescriptor", object())
+    monkeypatch.setattr(launch, "from_hopper_on", lambda device: True)
+    monkeypatch.setattr(launch, "TensorDescriptor", object())
     assert mlp.products_fit(torch.device("cuda")) == fit
 
 

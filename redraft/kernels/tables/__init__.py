@@ -45,6 +45,14 @@ class LaunchSettings:
         return 0
 
 
+@dataclass(frozen=True)
+class BlockSettings(LaunchSettings):
+    """block_elements: elements a program takes of what a kernel copies or turns."""
+
+    block_elements: int
+    num_warps: int = 4
+
+
 Settings = TypeVar("Settings", bound=LaunchSettings)
 
 
