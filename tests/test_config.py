@@ -41,8 +41,8 @@ def test_layer_numbers_padded_with_zeros(tmp_path):
 
 
 def test_unreadable_json_is_one_error(tmp_path):
+    path = tmp_path / "config.json"
     for content in (b"{", b"[1]", b"\xff\xfe", b"[" * 100_000):
-        path = tmp_path / "config.json"
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="config"):
             read_json(path)
@@ -66,11 +66,8 @@ def test_unreadable_json_is_one_error(tmp_path):
     ],
 )
 def test_bad_config_names_the_field(raw, path, value, message):
-    node = raw
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        node = node[parent]
-    node[leaf] = value
+    section, _, field = path.rpartition(".")
+    (raw[section] if section else raw)[field] = value
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_dict(raw, "some/config.json")
     assert message in str(caught.value)
@@ -107,8 +104,7 @@ def test_generation_config_is_read():
 def test_bad_settings_are_refused_by_name(changes):
     with pytest.raises(UsageError) as caught:
         DecodeSettings().replace(**changes)
-    name = next(iter(changes))
-    assert name in str(caught.value) or "t_max" in str(caught.value)
+    assert next(iter(changes)) in str(caught.value) or "t_max" in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "7"])

@@ -129,10 +129,9 @@ def rms_norm_into(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None,
     settings: RowSettings | None = None,
 ) -> None:  # fmt: skip
-    """out = rms_norm(x, weight, eps), or of x * scale, rounded. x [R, H] with contiguous rows, out [R, H] contiguous,
-    another tensor or x.
+    """out = rms_norm(x, weight, eps), or of x * scale, rounded; out has x's shape, is contiguous, and may be x.
 
-    Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
+    x [R, H] with contiguous rows, or [R, heads, H], heads next to each other as in a slice of a QKV product.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
     run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows * heads,)](
