@@ -124,14 +124,12 @@ class SlotLayer:
     ring: bool
 
 
+@dataclass
 class SlotArena:
-    """The arena of fused passes: slots of their own lengths, nothing padded, nothing concatenated.
+    """The arena of fused passes: slots of their own lengths, nothing padded, nothing concatenated."""
 
-    `length` int32 [slots], on the device, counts each slot's committed positions.
-    """
-
-    def __init__(self, layers: list[SlotLayer], length: torch.Tensor):
-        self.layers, self.length = layers, length
+    layers: list[SlotLayer]
+    length: torch.Tensor  # int32 [slots], on the device: each slot's committed positions
 
     @classmethod
     def allocate(
