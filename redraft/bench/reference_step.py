@@ -16,7 +16,7 @@ from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.router import route
 from redraft.network.arena import KVArena
-from redraft.network.model import Model, _reader
+from redraft.network.model import Model
 from redraft.network.weights import LayerWeights
 
 
@@ -83,4 +83,4 @@ class ReferenceStep:
         model, config = self.model, self.config
         tables = model._rope_tables(self.arena.length, x.shape[1])
         for layer, w, cache in zip(config.layers, model.weights.layers, self.arena.layers, strict=True):
-            model._attention(x, layer, w, tables[layer.kind], None, _reader(cache))
+            model._attention(x, layer, w, tables[layer.kind], None, cache.with_own)

@@ -1,13 +1,12 @@
 """Whole fused passes on a GPU: the bundled model against the fp32 reference on a CPU, and the same bits every time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import redraft
 from redraft.config import DecodeSettings
 from redraft.decode.entropy_bound import ENTROPY_BOUND
+from redraft.engine.engine import Engine
 from redraft.engine.graphs import GraphRunner
 from redraft.engine.runner import admit_prompts
 from redraft.evaluate.demo import TASKS
@@ -17,7 +16,7 @@ from redraft.network.arena import KVArena
 RULE = DecodeSettings(max_denoising_steps=1000, confidence_threshold=1e-30)
 
 
-def _load(model: str, device: str) -> redraft.Engine:
+def _load(model: str, device: str) -> Engine:
     return redraft.load(model, weights="w4", tier="turbo", device=device)
 
 
