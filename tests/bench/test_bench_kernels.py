@@ -118,8 +118,7 @@ def test_inputs_that_are_written_are_restored_before_every_run() -> None:
         reference=lambda: {"x": torch.full((4,), 2.0)},
         work=Work(1, 1),
         tolerance=0.0,
-        inplace=frozenset({"x"}),
-        reset=lambda: x.copy_(start),
+        starts={"x": start},
     )
     assert check(problem).passed
 
