@@ -11,10 +11,9 @@ import torch
 import redraft
 from redraft.bench import step as stepping
 from redraft.bench.batch import bench_batch
-from redraft.bench.fused_step import FusedStep
+from redraft.bench.passes import FusedStep, ReferenceStep
 from redraft.bench.probe import Probe
 from redraft.bench.profile import Bound, amdahl, device_activity, summarise, to_dict
-from redraft.bench.reference_step import ReferenceStep
 from redraft.bench.rivals import build_model, parse_rivals, rivals
 from redraft.bench.roofline import Measured, Work
 from redraft.bench.step import OURS, StepResult, bench_step, open_step
