@@ -177,7 +177,8 @@ def _bench(case: KernelCase, scale: Scale, seed: int, compile_stock: bool) -> Ke
         problem = case.build(scale, generator, {})
         gate = check(problem)
     except Exception as e:  # a kernel may fail to compile or to launch in many ways: that is its result, not the end
-        return KernelResult(case.name, Gate(False, float("inf"), _first_line(e)), None)
+        reason = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '').strip()}"
+        return KernelResult(case.name, Gate(False, float("inf"), reason[:300]), None)
     if not gate.passed or scale.device.type != "cuda":
         return KernelResult(case.name, gate, problem.tolerance)
     problems = copies(case, scale, generator, problem, {})
@@ -216,8 +217,7 @@ def check(problem: Problem) -> Gate:
     """Run twice on poisoned outputs; compare with the reference, and the second run with the first."""
     problem.reset()
     reference = problem.reference()
-    first = _run(problem)
-    second = _run(problem)
+    first, second = _run(problem), _run(problem)
     for name, got in first.items():
         if not torch.equal(got.nan_to_num(), second[name].nan_to_num()):
             return Gate(False, float("inf"), f"{name}: a second run gave other bits")
@@ -225,13 +225,12 @@ def check(problem: Problem) -> Gate:
     for name, expected in reference.items():
         got = first[name]
         if not got.is_floating_point():
-            wrong = int((got.long() != expected.long()).sum())
-            if wrong:
+            if wrong := int((got.long() != expected.long()).sum()):
                 return Gate(False, float("inf"), f"{name}: {wrong} of {got.numel()} integers differ")
-            continue
-        if not bool((got.isfinite() == expected.isfinite()).all()):
+        elif not torch.equal(got.isfinite(), expected.isfinite()):
             return Gate(False, float("inf"), f"{name}: not finite where the reference is, or the other way round")
-        error = max(error, relative_error(got, expected))
+        else:
+            error = max(error, relative_error(got, expected))
         if error > problem.tolerance:
             return Gate(False, error, f"{name}: relative error {error:.2e} exceeds {problem.tolerance:.2e}")
     return Gate(True, error)
@@ -254,8 +253,3 @@ def _run(problem: Problem) -> Tensors:
             tensor.fill_(float("nan") if tensor.is_floating_point() else POISON_INT)
     problem.run()
     return {name: tensor.clone() for name, tensor in problem.outputs.items()}
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}"[:300]

@@ -49,7 +49,6 @@ class DenoiseStep(Protocol):
 
     def parts(self) -> Parts:
         """Every part of a pass (`work.PARTS`), all its layers, over the present buffers, whatever they hold."""
-        ...
 
 
 class ReferenceStep:

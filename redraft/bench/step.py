@@ -40,11 +40,9 @@ class Arm(Protocol):
 
     def ms_per_pass(self, passes: int) -> float:
         """Wall-clock milliseconds of one pass, from `passes` consecutive ones."""
-        ...
 
     def details(self) -> dict[str, Any]:
         """Further figures of this run, such as versions and the time of an encode."""
-        ...
 
 
 class StepArm:
