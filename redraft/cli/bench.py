@@ -114,10 +114,9 @@ def serve_loop(
     with working("warming up") as status:
         results = [result.to_dict() for result in bench_serve_loop(engine, load, chosen, status.update)]
     _print_rates(results)
+    about = {**describe(engine, model), **vars(load), "environment": environment(engine.device)}
     if json_output:
-        print_json(
-            {**describe(engine, model), **vars(load), "environment": environment(engine.device), "rates": results}
-        )
+        print_json({**about, "rates": results})
 
 
 @app.command("kernels")

@@ -24,25 +24,20 @@ def rope(kind: LayerKind, scale: Scale, generator: torch.Generator, changes: Cha
     qkv = gaussian(scale, generator, scale.rows, parts * dim)
     q_weight, k_weight = (weight(scale, generator, dim) for _ in range(2))
     given = (qkv, q_weight, k_weight, inverse_frequencies(layer).to(scale.device), lengths(scale), lanes(scale))
-    by_lane = partial(qkv_norm_rope_reference, eps=config.rms_norm_eps, heads=heads, kv_heads=kv)
     q = scale.empty(batch, heads, n, dim)
     keys, values = (torch.zeros(batch, kv, cap + n, dim, device=scale.device, dtype=scale.dtype) for _ in range(2))
+    outputs = {"q": q, "k": keys[:, :, cap:], "v": values[:, :, cap:]}
+    eps, settings = config.rms_norm_eps, replace(ROPE, **changes)
+    run = partial(qkv_norm_rope, *given, eps, q_out=q, keys=keys, values=values, rows_cap=cap, settings=settings)
+    by_lane = partial(qkv_norm_rope_reference, eps=eps, heads=heads, kv_heads=kv)
 
     def formula(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v = by_lane(*tensors)
         return q, k.flip(0), v.flip(0)
 
-    return by_formula(
-        partial(
-            qkv_norm_rope, *given, config.rms_norm_eps, q_out=q, keys=keys, values=values, rows_cap=cap,
-            settings=replace(ROPE, **changes),
-        ),
-        {"q": q, "k": keys[:, :, cap:], "v": values[:, :, cap:]},
-        formula,
-        given,
-        Work(qkv.nbytes + q.nbytes + 2 * keys[:, :, cap:].numel() * keys.itemsize, 12 * qkv.numel()),
-        tolerance=1e-2,  # five roundings to BF16, as the network's order of operations has them
-    )  # fmt: skip
+    work = Work(qkv.nbytes + sum(t.nbytes for t in outputs.values()), 12 * qkv.numel())
+    # Five roundings to BF16, as the network's order of operations has them.
+    return by_formula(run, outputs, formula, given, work, tolerance=1e-2)
 
 
 def attended(
@@ -111,6 +106,7 @@ def kv_write(kind: LayerKind, scale: Scale, generator: torch.Generator, changes:
     )
 
 
+KINDS: tuple[LayerKind, ...] = ("sliding", "full")
 # splits and block_d follow from the shapes
 TILES = candidates(
     "block_m block_n num_stages num_warps", (128, 128, 1, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 32, 2, 8),
@@ -121,12 +117,9 @@ STEP_TILES = choices(block_n=(32, 64, 128), num_stages=(1, 2, 3), num_warps=(4,)
 ROPE_BLOCKS = choices(block_elements=(1024, 2048, 4096), num_warps=(2, 4, 8))
 COMMIT_BLOCKS = choices(block_elements=(2048, 4096, 8192), num_warps=(4, 8))
 CASES = [
-    KernelCase("attention.sliding", partial(attended, "sliding"), TILES),
-    KernelCase("attention.full", partial(attended, "full"), TILES),
+    *(KernelCase(f"attention.{kind}", partial(attended, kind), TILES) for kind in KINDS),
     KernelCase("attention.step", partial(attended, "full", step=True), STEP_TILES),
     KernelCase("attention_canvas", partial(attended, "full", canvas=True), CANVAS_TILES),
-    KernelCase("rope.sliding", partial(rope, "sliding"), ROPE_BLOCKS),
-    KernelCase("rope.full", partial(rope, "full"), ROPE_BLOCKS),
-    KernelCase("kv_write.sliding", partial(kv_write, "sliding"), COMMIT_BLOCKS),
-    KernelCase("kv_write.full", partial(kv_write, "full"), COMMIT_BLOCKS),
+    *(KernelCase(f"rope.{kind}", partial(rope, kind), ROPE_BLOCKS) for kind in KINDS),
+    *(KernelCase(f"kv_write.{kind}", partial(kv_write, kind), COMMIT_BLOCKS) for kind in KINDS),
 ]

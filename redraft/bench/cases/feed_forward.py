@@ -32,14 +32,10 @@ def gated_product(scale: Scale, generator: torch.Generator, changes: Changes) ->
     h, inner = scale.config.hidden_size, scale.config.intermediate_size
     x, weight = gaussian(scale, generator, scale.rows, h), gaussian(scale, generator, 2 * inner, h, std=h**-0.5)
     out = scale.empty(scale.rows, inner)
-    return by_formula(
-        partial(gated_product_into, x, weight, out, replace(PRODUCT, **changes)),
-        {"out": out},
-        lambda x, weight: gated(*(x @ weight.t()).chunk(2, dim=-1)),
-        (x, weight),
-        Work(x.nbytes + weight.nbytes + out.nbytes, 4 * scale.rows * inner * h),
-        tolerance=1e-2,  # both products and their activation are rounded; the interpreter cuts instead
-    )
+    run = partial(gated_product_into, x, weight, out, replace(PRODUCT, **changes))
+    work = Work(x.nbytes + weight.nbytes + out.nbytes, 4 * scale.rows * inner * h)
+    # Both products and their activation are rounded; the interpreter cuts instead.
+    return by_formula(run, {"out": out}, lambda x, w: gated(*(x @ w.t()).chunk(2, dim=-1)), (x, weight), work, 1e-2)
 
 
 def product(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:

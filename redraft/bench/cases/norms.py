@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,23 +29,17 @@ def embed(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem
     table = gaussian(scale, generator, min(vocab, 64 * scale.rows), h, std=h**-0.5)
     tokens = torch.randint(table.shape[0], (scale.rows,), generator=generator, device=scale.device)
     signal, w = gaussian(scale, generator, scale.rows, h), weight(scale, generator, h)
-    step, slots = first_pass(scale).step + 1, lanes(scale)  # a first pass would not read the signal
-    outputs = {name: torch.empty_like(signal) for name in ("x", "next_in")}
+    step = first_pass(scale).step + 1  # a first pass would not read the signal
+    more: dict[str, Any] = {"normed": True, "slots": lanes(scale), "step": step}
+    outputs: dict[str, Any] = {name: torch.empty_like(signal) for name in ("x", "next_in")}
+    factor, settings = float(h**0.5), replace(norms.ROW, **changes)
 
     def formula(table: torch.Tensor, signal: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        told = {"slots": slots, "signal": signal, "step": step}
-        return norms.embed_norms_reference(tokens, table, float(h**0.5), eps, w, normed=True, **told)
+        return norms.embed_norms_reference(tokens, table, factor, eps, w, signal=signal, **more)
 
-    return by_formula(
-        partial(
-            norms.embed_norms, tokens, table, float(h**0.5), eps, w, normed=True, **outputs, slots=slots,
-            signal=signal, step=step, settings=replace(norms.ROW, **changes),
-        ),
-        outputs,
-        formula,
-        (table, signal, w),
-        Work(4 * signal.nbytes + tokens.nbytes, 10 * signal.numel()),
-    )  # fmt: skip
+    run = partial(norms.embed_norms, tokens, table, factor, eps, w, signal=signal, **more, **outputs, settings=settings)
+    work = Work(4 * signal.nbytes + tokens.nbytes, 10 * signal.numel())
+    return by_formula(run, outputs, formula, (table, signal, w), work)
 
 
 def residual(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
@@ -55,14 +50,10 @@ def residual(scale: Scale, generator: torch.Generator, changes: Changes) -> Prob
     x, out = start.clone(), {name: torch.empty_like(start) for name in ("dense_in", "expert_in", "router_in")}
     out["group_sums"] = torch.empty(rows, h // group, device=scale.device)
     settings = replace(norms.ROW, **changes)
-    return by_formula(
-        partial(norms.residual_norms, x, *given, eps, **out, group_size=group, settings=settings),
-        {"x": x, **out},
-        partial(norms.residual_norms_reference, eps=eps, group_size=group),
-        (start, *given),
-        Work(6 * x.nbytes + out["group_sums"].nbytes, 20 * x.numel()),
-        starts={"x": start},
-    )
+    run = partial(norms.residual_norms, x, *given, eps, **out, group_size=group, settings=settings)
+    formula = partial(norms.residual_norms_reference, eps=eps, group_size=group)
+    work = Work(6 * x.nbytes + out["group_sums"].nbytes, 20 * x.numel())
+    return by_formula(run, {"x": x, **out}, formula, (start, *given), work, starts={"x": start})
 
 
 def combine(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
@@ -75,14 +66,10 @@ def combine(scale: Scale, generator: torch.Generator, changes: Changes) -> Probl
     of_dense, of_routed, of_both, of_next = (weight(scale, generator, h) for _ in range(4))
     given = (dense, expert_rows, slot_of, share, of_dense, of_routed, of_both, scalar, of_next)
     x, next_in = start.clone(), torch.empty_like(start)
-    return by_formula(
-        partial(norms.combine_norms, x, *given, eps, next_in=next_in, settings=replace(norms.ROW, **changes)),
-        {"x": x, "next_in": next_in},
-        partial(norms.combine_norms_reference, eps=eps),
-        (start, *given),
-        Work(expert_rows.nbytes + 4 * x.nbytes + slot_of.nbytes + share.nbytes, 30 * x.numel()),
-        starts={"x": start},
-    )
+    run = partial(norms.combine_norms, x, *given, eps, next_in=next_in, settings=replace(norms.ROW, **changes))
+    formula = partial(norms.combine_norms_reference, eps=eps)
+    work = Work(expert_rows.nbytes + 4 * x.nbytes + slot_of.nbytes + share.nbytes, 30 * x.numel())
+    return by_formula(run, {"x": x, "next_in": next_in}, formula, (start, *given), work, starts={"x": start})
 
 
 def soft(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
