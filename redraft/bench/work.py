@@ -8,24 +8,18 @@ still had an answer to find. A canvas visits about every expert; the few rows of
 that they read are taken from their routing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import Self
 
 from redraft.bench.roofline import Work
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
+from redraft.engine.engine import Engine
 from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.store.dg_w4a16 import packed_bytes
 
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
-
-PARTS = (
-    "embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling"
-)  # fmt: skip
+PARTS = ("embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling")
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Shapes:
     itemsize: int
 
     @classmethod
-    def of(cls, engine: Engine) -> Shapes:
+    def of(cls, engine: Engine) -> Self:
         return cls(engine.config, expert_spec(engine), engine.dtype.itemsize)
 
     @property
@@ -55,10 +49,8 @@ def expert_spec(engine: Engine) -> QuantSpec | None:
         return None
     if not isinstance(experts, PackedExperts):
         return experts.spec
-    config = engine.config
-    return QuantSpec(
-        config.hidden_size // experts.gu_s.shape[-1], config.moe_intermediate_size // experts.dn_s.shape[-1]
-    )
+    hidden, inner = engine.config.hidden_size, engine.config.moe_intermediate_size
+    return QuantSpec(hidden // experts.gu_s.shape[-1], inner // experts.dn_s.shape[-1])
 
 
 def pass_work(shapes: Shapes, batch: int, prefix: int) -> dict[str, Work]:
@@ -174,6 +166,5 @@ def _experts(shapes: Shapes, rows: int) -> Work:
     config = shapes.config
     h, slots = config.hidden_size, rows * config.top_k_experts
     visited = min(config.num_experts, slots) * shapes.expert_bytes
-    return (
-        Work(visited + 2 * rows * h * shapes.itemsize, 6 * slots * h * config.moe_intermediate_size) * config.num_layers
-    )
+    layer = Work(visited + 2 * rows * h * shapes.itemsize, 6 * slots * h * config.moe_intermediate_size)
+    return layer * config.num_layers
