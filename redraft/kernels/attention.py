@@ -175,8 +175,8 @@ def _attend_kernel(
     k_ptr += head_start
     v_ptr += head_start
 
-    # Blocks of stored rows from the oldest to the prefix's end, those before the oldest (the ring wrapped), own rows. All
-    # tiles number them alike, and share them out alike, so that the order of a row's sum does not depend on its tile.
+    # Blocks of stored rows from the oldest to the prefix's end, those before the oldest (the ring wrapped), own rows.
+    # Every tile numbers and shares them out alike, so that the order of a row's sum does not depend on its tile.
     oldest, low, high = 0, 0, N
     if CAUSAL:
         oldest = (tl.load(length_ptr + slot) - prefix) % rows_cap

@@ -36,8 +36,13 @@ class Case:
 
     def alone(self, b):
         """One slot of it."""
+        return self.some(slice(b, b + 1))
+
+    def some(self, slots):
+        """These slots of it."""
         case = copy.copy(self)
-        case.q, case.store, case.lengths = self.q[b : b + 1], self.store[:, b : b + 1].contiguous(), [self.lengths[b]]
+        case.q, case.store, case.lengths = self.q[slots], self.store[:, slots].contiguous(), self.lengths[slots]
+        case.shape = (len(case.lengths), *self.shape[1:])
         return case
 
     def small(self, splits):
@@ -175,15 +180,12 @@ def test_settings_fill_an_h200_once(batch):
 @pytest.mark.parametrize(("kv_heads", "dim", "window"), [(8, 256, 1024), (2, 512, None)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_lane_gives_the_same_bits_beside_any_number_of_others(kv_heads, dim, window, causal):
-    torch.manual_seed(9)
     lengths = [1500, 0, 700, 1023, 5, 1024, 2000, 31] * 2
-    rows_cap = 1023 if window else 2048
-    q, store, _ = make_case(lengths, rows_cap, 256, 16, kv_heads, dim, torch.bfloat16)
+    case = Case(lengths, 1023 if window else 2048, 256, 16, kv_heads, dim, torch.bfloat16)
     alone = None
     for lanes in (1, 2, 4, 16):
-        settings = attention_settings(lanes, 16, kv_heads, 256, dim)
-        given = (q[:lanes], store[:, :lanes].contiguous(), lengths[:lanes], rows_cap)
-        out = launch(*given, settings, causal, window if causal else None)[:256]
+        few = case.some(slice(lanes))
+        out = few.launch(attention_settings(*few.shape), causal, window if causal else None)[:256]
         alone = out if alone is None else alone
         assert torch.equal(out, alone)
 

@@ -176,16 +176,11 @@ def test_real_shapes(kind, hopper):
 @pytest.mark.parametrize("hopper", [True, False])
 def test_a_row_gives_the_same_bits_beside_any_number_of_others(hopper):
     """In tiles of 1 to 64 rows, and wherever in its tile it comes to stand."""
-    spec = QuantSpec()
-    config, packed = _real_layer(2)
-    if hopper and hopper_products(2816, 704, spec, packed.gu_q.device) is None:
-        pytest.skip("no Hopper GPU")
-    experts = repack(packed, config, spec)
-    x = torch.randn(4096, 2816, device=DEVICE).bfloat16()
-    index = torch.cat([_routing(2048, config, kind) for kind in ("spread", "one takes all")])
+    experts, x = repack(_real_layer(hopper=hopper), REAL, SPEC), gaussian(4096, 2816)
+    index = torch.cat([_routing(2048, REAL, kind) for kind in ("spread", "one takes all")])
     alone = None
     for rows in (256, 512, 768, 1024, 2048, 4096):
-        out, slots = _slot_outputs(x[:rows], experts, index[:rows].contiguous(), config, spec, hopper=hopper)
+        out, slots = _slot_outputs(x[:rows], experts, index[:rows].contiguous(), REAL, hopper=hopper)
         mine = out[slots.slot_of.long()].view(rows, 8, -1)[:256]
         alone = mine if alone is None else alone
         assert torch.equal(mine, alone), rows
