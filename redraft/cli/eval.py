@@ -1,7 +1,5 @@
 """`redraft eval`: how often a model is right, how sure that figure is, and how fast it was."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ The W4 model of transformers is made in this process of the BF16 one: modules of
 packed experts in the place of the dense ones. Where memory does not suffice for both it is packed in place.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -196,16 +194,11 @@ class TransformersEngine:
         answer = output.sequences[0, ids.shape[1] :].tolist()
         tokens, finish_reason = cut(answer, chosen.eos_token_ids, chosen.max_new_tokens)
         return Result(
-            token_ids=tokens,
-            tokens=count_tokens(tokens, pad),
-            prompt_tokens=ids.shape[1],
-            steps_per_canvas=steps,
-            seconds=time.perf_counter() - began,
-            finish_reason=finish_reason or "length",
-            seed=seed,
+            token_ids=tokens, tokens=count_tokens(tokens, pad), prompt_tokens=ids.shape[1], steps_per_canvas=steps,
+            seconds=time.perf_counter() - began, finish_reason=finish_reason or "length", seed=seed,
             peak_memory_bytes=peak_bytes(self.model.device),
             text=str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
-        )
+        )  # fmt: skip
 
 
 def generate_options(settings: DecodeSettings) -> dict[str, Any]:
@@ -215,15 +208,13 @@ def generate_options(settings: DecodeSettings) -> dict[str, Any]:
     if settings.t_max == settings.t_min:
         raise UsageError(f"t_max equals t_min ({settings.t_min:g}), which transformers refuses; raise t_max a little")
     return {
-        "max_new_tokens": settings.max_new_tokens,
-        "max_denoising_steps": settings.max_denoising_steps,
+        "max_new_tokens": settings.max_new_tokens, "max_denoising_steps": settings.max_denoising_steps,
         "sampler_config": EntropyBoundSamplerConfig(entropy_bound=float(settings.entropy_bound)),
-        "t_min": float(settings.t_min),
-        "t_max": float(settings.t_max),
+        "t_min": float(settings.t_min), "t_max": float(settings.t_max),
         "stability_threshold": settings.stability_threshold,
         "confidence_threshold": float(settings.confidence_threshold),
         "eos_token_id": list(settings.eos_token_ids) or None,
-    }
+    }  # fmt: skip
 
 
 @contextmanager
@@ -237,9 +228,6 @@ def _count_passes(model: Any) -> Iterator[list[int]]:
     def denoise(*_: Any) -> None:
         steps[-1] += 1
 
-    inner = model.model
-    with (
-        inner.encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
-        inner.decoder.register_forward_pre_hook(denoise),
-    ):
+    encoder, decoder = model.model.encoder, model.model.decoder
+    with encoder.register_forward_pre_hook(lambda *_: steps.append(0)), decoder.register_forward_pre_hook(denoise):
         yield steps

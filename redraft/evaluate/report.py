@@ -1,7 +1,5 @@
 """The figures of an evaluation or a comparison in tables, and a comparison's page, which says how they were made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +78,7 @@ def overall(figures: Mapping[str, Any]) -> Any:
 
 def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
     """The page. `report` is what report.json holds; charts are file names beside it."""
-    names = [arm["name"] for arm in report["arms"]]
+    names, settings = [arm["name"] for arm in report["arms"]], report["settings"]
     pairs = [(pair, task, figures) for pair in report["comparisons"] for task, figures in pair["tasks"].items()]
     against_first = {(pair["arm"], task): figures for pair, task, figures in pairs}
     # Task by task, so that arms stand under each other.
@@ -90,49 +88,37 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
         rows = ((task, arm, *cells(columns, f | against_first.get((arm, task), {}))) for task, arm, f in each)
         return Table(("task", "arm", *columns), rows).markdown()
 
-    arms = (
-        (a["name"], a["description"], "; ".join(f"{k}: {v}" for k, v in a["about"].items())) for a in report["arms"]
-    )
+    arms = ((a["name"], a["description"], "; ".join(map(": ".join, a["about"].items()))) for a in report["arms"])
     against = ((task, f"{pair['arm']} against {pair['baseline']}", *cells(PAIRS, f)) for pair, task, f in pairs)
     memory = ((name, *cells(MEMORY, overall(report["results"][name]))) for name in names)
-    settings = report["settings"]
     parts = [
         f"# {report['model']}: {' against '.join(names)}",
         *_caveats(report),
         _bullets(verdict(pair, report) for pair in report["comparisons"]),
-        "## Arms",
-        Table(("arm", "what answers", "run by"), arms).markdown(),
-        "## Accuracy",
-        by_task(ACCURACY),
+        "## Arms", Table(("arm", "what answers", "run by"), arms).markdown(),
+        "## Accuracy", by_task(ACCURACY),
         "Intervals are Wilson's. *Cut off* counts answers that the token limit ended, *empty* those without text.",
-        "## Question by question",
-        Table(("task", "pair", *PAIRS), against).markdown(),
+        "## Question by question", Table(("task", "pair", *PAIRS), against).markdown(),
         "The McNemar test is exact and two-sided, on the questions that one of the two has right; p below "
         f"{LEVEL:g} is called a difference. *Same answer* is the same text.",
-        "## Speed",
-        by_task(SPEED),
+        "## Speed", by_task(SPEED),
         "*Aggregate* is all tokens over all seconds, *per request* the mean of each answer's tokens over its seconds; "
         "padding is no token. "
         "*ms per pass* is all seconds over all denoising passes, so it holds the prompt's encoding and all the rest. "
         "Ratios are against the first arm; intervals are from a paired bootstrap over the questions.",
-        "## Passes and answers",
-        by_task(PASSES),
-        "## Time to answer",
-        by_task(TIMES),
-        "## Memory",
-        Table(("arm", *MEMORY), memory).markdown(),
+        "## Passes and answers", by_task(PASSES),
+        "## Time to answer", by_task(TIMES),
+        "## Memory", Table(("arm", *MEMORY), memory).markdown(),
         "*Peak* is what the arm alone takes on the GPU: its weights, what it keeps between answers, and the most it "
         "allocated during one; tensors that arms share count for each."
         if report["device"].startswith("cuda")
         else "On a CPU the peak is the resident size of the process with all arms, until the arm's last answer.",
         "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in charts),
-        "## How it was measured",
-        _bullets(_method(report)),
+        "## How it was measured", _bullets(_method(report)),
         Table(("arm", *settings[names[0]]), ((name, *settings[name].values()) for name in names)).markdown(),
-        "## Machine",
-        _bullets(_machine(report)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        "## Machine", _bullets(_machine(report)),
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _caveats(report: dict[str, Any]) -> Iterator[str]:
@@ -154,14 +140,10 @@ def verdict(pair: dict[str, Any], report: dict[str, Any]) -> str:
     """One line on an arm against the first."""
     arm, baseline, figures = pair["arm"], pair["baseline"], overall(pair["tasks"])
     speed, p = figures["tokens_per_second_ratio"], figures["mcnemar_p"]
-    if speed is None:
-        text = f"**{arm}** cannot be compared in speed: **{baseline}** wrote nothing but padding"
-    else:
-        low, high = speed["interval"]
-        text = (
-            f"**{arm}** is {speed['ratio']:.2f} times as fast as **{baseline}** in tokens per second "
-            f"(95 % interval {low:.2f} to {high:.2f})"
-        )
+    text = f"**{arm}** cannot be compared in speed: **{baseline}** wrote nothing but padding"
+    if speed is not None:
+        interval = "95 % interval {:.2f} to {:.2f}".format(*speed["interval"])
+        text = f"**{arm}** is {speed['ratio']:.2f} times as fast as **{baseline}** in tokens per second ({interval})"
     if not report["random_weights"]:
         mine, theirs = (overall(report["results"][name])["correct"] for name in (arm, baseline))
         text += (

@@ -1,7 +1,5 @@
 """`redraft ab` as a user runs it, on the bundled model and on random weights."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

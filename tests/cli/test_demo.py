@@ -1,7 +1,5 @@
 """`redraft demo`: three graded answers and the sizes; a wrong answer is said and fails the command."""
 
-from __future__ import annotations
-
 import pytest
 from cli.conftest import Run
 from cli.fake_engine import FakeEngine

@@ -1,7 +1,5 @@
 """`redraft eval`: the report and the table, the results file, resuming."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The names of arms: what each stands for, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

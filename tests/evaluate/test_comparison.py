@@ -1,7 +1,5 @@
 """The run of a comparison without a network: turns, groups, seeds, warm-up, what a folder keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Graders of the demo tasks accept the reference and reject its neighbours; items come from the data file in order."""
 
-from __future__ import annotations
-
 import pytest
 
 from redraft.errors import UsageError

@@ -1,7 +1,5 @@
 """GSM8K: the number that an answer states, and what it does not state."""
 
-from __future__ import annotations
-
 import json
 import time
 from fractions import Fraction

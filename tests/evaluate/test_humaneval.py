@@ -1,7 +1,5 @@
 """HumanEval: the program in an answer, and a grade that only working code gets."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """What answers for an arm: stock transformers untouched, models that share tensors, passes counted right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stays on disk: lines that survive a kill, and the folder of a comparison."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

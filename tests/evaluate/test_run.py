@@ -1,7 +1,5 @@
 """The harness without a network: seeds, batches, grades and turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The sandbox passes right answers and nothing else, whatever the code tries."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

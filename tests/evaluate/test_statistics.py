@@ -1,7 +1,5 @@
 """Intervals, tests and ratios against values computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Figures of an evaluation, of arms and of pairs, from records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

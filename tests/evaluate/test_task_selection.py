@@ -1,7 +1,5 @@
 """Tasks by name, where their rows come from, and the everyday questions."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """The bundled checkpoint: small, complete, consistent with the task generators, and able to answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The generators of the demo tasks and the tokenizer: disjoint sides, determinism, the items that ship."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The training code on a CPU at tiny size: parts that must agree with transformers, and a run from start to resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
