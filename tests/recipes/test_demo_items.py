@@ -17,8 +17,8 @@ NAMES = tuple(TASKS)
 ROOT = Path(__file__).parents[2]
 
 
-def training_items(name: str, count: int, seed: int = 3) -> list[Item]:
-    rng = random.Random(seed)
+def training_items(name: str, count: int) -> list[Item]:
+    rng = random.Random(3)
     return [TASKS[name].train_item(rng) for _ in range(count)]
 
 
@@ -48,8 +48,7 @@ def test_items_depend_on_the_seed_alone(name: str) -> None:
 
 def test_items_are_the_same_in_another_process() -> None:
     code = "from recipes.demo.tasks import TASKS; print([t.heldout_items(2) for t in TASKS.values()])"
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
     assert out.strip() == repr([t.heldout_items(2) for t in TASKS.values()])
 
 
@@ -77,12 +76,8 @@ def test_tokenizer_round_trips_and_bounds() -> None:
 
 def test_chat_template_has_gemma_turns() -> None:
     tokenizer = build(items_per_task=50)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": " Bye "},
-    ]
+    turns = (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", " Bye "))
+    messages = [{"role": role, "content": content} for role, content in turns]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n"
