@@ -52,8 +52,7 @@ class Models:
         if arm.runner == "transformers":
             model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
             wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
-            size, about = model_bytes(model), _about(model)
-            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=about)
+            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=model_bytes(model), about=_about(model))
         from redraft import load
 
         key = (arm.model, arm.weights, None)
@@ -228,6 +227,9 @@ def _count_passes(model: Any) -> Iterator[list[int]]:
     def denoise(*_: Any) -> None:
         steps[-1] += 1
 
-    encoder, decoder = model.model.encoder, model.model.decoder
-    with encoder.register_forward_pre_hook(lambda *_: steps.append(0)), decoder.register_forward_pre_hook(denoise):
+    inner = model.model
+    with (
+        inner.encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
+        inner.decoder.register_forward_pre_hook(denoise),
+    ):
         yield steps
