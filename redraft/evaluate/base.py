@@ -37,7 +37,6 @@ class Task(Protocol):
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         """Whether `answer` is right. ended: the model closed it, the token limit did not cut it. Never raises."""
-        ...
 
 
 @dataclass(frozen=True)

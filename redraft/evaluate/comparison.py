@@ -147,8 +147,7 @@ def answer_all(
 ) -> Iterator[Record]:  # fmt: skip
     """Answer every question by every arm but for the (arm name, item id) in `done`.
 
-    settings: complete, by arm name. opened(side) is called when an arm is ready. A group in which nothing is left
-    to do is not loaded.
+    settings: complete, by arm name. opened(side): an arm is ready. A group with nothing left to do is not loaded.
     """
     for number, group in enumerate(grouped):
         if any((arm.name, q.item.id) not in done for arm in group for q in questions):

@@ -51,8 +51,8 @@ class Models:
         """Load what answers for an arm, or make it of what is loaded. Raises RedraftError."""
         if arm.runner == "transformers":
             model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
-            wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
-            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=model_bytes(model), about=_about(model))
+            answer = TransformersEngine(model, load_tokenizer(files.path), files.settings).generate_batch
+            return Side(arm.name, answer, self.device, weight_bytes=model_bytes(model), about=_about(model))
         from redraft import load
 
         key = (arm.model, arm.weights, None)
@@ -60,8 +60,8 @@ class Models:
             self._loaded[key] = load(arm.model, weights=arm.weights, device=str(self.device), dtype=self.dtype)
         engine = self._loaded[key]
         how = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-        answer = partial(engine.generate_batch, tier=arm.tier)
-        return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
+        with_tier = partial(engine.generate_batch, tier=arm.tier)
+        return Side(arm.name, with_tier, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""

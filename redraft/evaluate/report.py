@@ -50,6 +50,12 @@ TIMES = {"mean s": "{answer_seconds[mean]:.3f}"} | {
     name: f"{{answer_seconds[{name}]:.3f}}" for name in ("p10", "p50", "p90", "p99")
 }
 MEMORY = {"weights GiB": "{weight_gib:.3f}", "peak GiB": "{peak_gib:.3f}"}
+CAVEATS = {
+    "random_weights": "{} has random weights: its answers are noise and quality means nothing here. Times, passes and "
+    "memory are those of a real model of these shapes.",
+    "stand_ins": "No --data was given, so the questions of {} are stand-ins: random letters as long as the benchmark's "
+    "mean prompt.",
+}  # by field of a report, with the names it holds
 
 
 def cells(columns: Mapping[str, str], figures: Mapping[str, Any]) -> list[str]:
@@ -122,16 +128,9 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
 
 
 def _caveats(report: dict[str, Any]) -> Iterator[str]:
-    if report["random_weights"]:
-        yield (
-            f"**{', '.join(report['random_weights'])} has random weights: its answers are noise and quality means "
-            "nothing here. Times, passes and memory are those of a real model of these shapes.**"
-        )
-    if report["stand_ins"]:
-        yield (
-            f"**No --data was given, so the questions of {', '.join(report['stand_ins'])} are stand-ins: random "
-            "letters as long as the benchmark's mean prompt.**"
-        )
+    for field, caveat in CAVEATS.items():
+        if report[field]:
+            yield f"**{caveat.format(', '.join(report[field]))}**"
     if not report["together"]:
         yield f"**{order_text(report)}**"
 
@@ -146,10 +145,8 @@ def verdict(pair: dict[str, Any], report: dict[str, Any]) -> str:
         text = f"**{arm}** is {speed['ratio']:.2f} times as fast as **{baseline}** in tokens per second ({interval})"
     if not report["random_weights"]:
         mine, theirs = (overall(report["results"][name])["correct"] for name in (arm, baseline))
-        text += (
-            f"; {mine} against {theirs} of {figures['items']} right, exact McNemar p = {p:.3g}: "
-            f"{'a' if p < LEVEL else 'no'} difference in accuracy is shown"
-        )
+        test = f"exact McNemar p = {p:.3g}: {'a' if p < LEVEL else 'no'} difference in accuracy is shown"
+        text += f"; {mine} against {theirs} of {figures['items']} right, {test}"
     return f"{text}."
 
 
@@ -188,11 +185,10 @@ def _method(report: dict[str, Any]) -> Iterator[str]:
 def _machine(report: dict[str, Any]) -> tuple[str, str]:
     versions = ", ".join(f"{name} {value}" for name, value in report["environment"].items() if value is not None)
     probe = report["probe"]
+    copied = f"copy {probe['copy_gbps']:,.1f} GB/s, read {probe['read_gbps']:,.1f} GB/s"
     rates = ", ".join(f"{rate:,.2f} TFLOP/s {name}" for name, rate in probe["matmul_tflops"].items())
-    return f"{versions}, dtype {report['dtype']}", (
-        f"measured before the run: copy {probe['copy_gbps']:,.1f} GB/s, read {probe['read_gbps']:,.1f} GB/s, {rates}, "
-        f"launch {probe['launch_us']:.1f} us"
-    )
+    measured = f"measured before the run: {copied}, {rates}, launch {probe['launch_us']:.1f} us"
+    return f"{versions}, dtype {report['dtype']}", measured
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ def test_a_full_report(ab: Run, out: Path) -> None:
     assert (both["items"], both["both_right"] + both["only_baseline_right"]) == (4, right)
     assert report["arms"][0]["about"]["experts"].startswith("transformers' ")
     assert report["probe"]["copy_gbps"] > 0 and report["environment"]["transformers"]
-    records = [json.loads(line) for line in (out / "items.jsonl").read_text().splitlines()]
+    records = [json.loads(each) for each in (out / "items.jsonl").read_text().splitlines()]
     turns = [("bf16", 0), ("w4", 0), ("w4", 1), ("bf16", 1)]
     asked = [(arm, f"{task}/{index}") for task in ("arithmetic", "code") for arm, index in turns]
     assert [(r["arm"], r["id"]) for r in records] == asked

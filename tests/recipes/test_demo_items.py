@@ -13,7 +13,6 @@ from recipes.demo.tasks import FACT_FAMILIES, TASKS, Item, is_heldout
 from recipes.demo.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, build, encode_prompt
 from redraft.evaluate.demo import FILE
 
-NAMES = tuple(TASKS)
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,10 +21,14 @@ def training_items(name: str, count: int) -> list[Item]:
     return [TASKS[name].train_item(rng) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_heldout_parameters_never_occur_in_training(name: str) -> None:
-    heldout = {item.params for item in TASKS[name].heldout_items(500)}
-    training = {item.params for item in training_items(name, 1500)}
+@pytest.mark.parametrize("name", TASKS)
+def test_heldout_items_depend_on_the_seed_alone_and_never_occur_in_training(name: str) -> None:
+    first = TASKS[name].heldout_items(500)
+    assert first == TASKS[name].heldout_items(500)
+    assert len({item.prompt for item in first}) == 500
+    assert first[:20] == TASKS[name].heldout_items(20)
+    assert first != TASKS[name].heldout_items(500, seed=1)
+    heldout, training = ({item.params for item in items} for items in (first, training_items(name, 1500)))
     assert not heldout & training
     assert all(is_heldout(name, p) for p in heldout)
     assert not any(is_heldout(name, p) for p in training)
@@ -35,15 +38,6 @@ def test_every_fact_is_seen_in_training() -> None:
     seen = {item.answer for item in training_items("facts", 3000)}
     assert seen == {f.answer.format(x=x, y=y) for f in FACT_FAMILIES for x, y in f.pairs}
     assert 40 <= len(seen) <= 60
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_items_depend_on_the_seed_alone(name: str) -> None:
-    first, again = TASKS[name].heldout_items(500), TASKS[name].heldout_items(500)
-    assert first == again
-    assert len({item.prompt for item in first}) == 500
-    assert first[:20] == TASKS[name].heldout_items(20)
-    assert first != TASKS[name].heldout_items(500, seed=1)
 
 
 def test_items_are_the_same_in_another_process() -> None:
