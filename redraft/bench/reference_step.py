@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
 from redraft.kernels.router import route
 from redraft.network.arena import KVArena
-from redraft.network.model import Model, _reader
+from redraft.network.model import Model
 from redraft.network.weights import LayerWeights
 
 
@@ -81,6 +82,6 @@ class ReferenceStep:
 
     def _attention(self, x: torch.Tensor) -> None:
         model, config = self.model, self.config
-        tables = model._rope_tables(self.arena.length, x.shape[1])
-        for layer, w, cache in zip(config.layers, model.weights.layers, self.arena.layers, strict=True):
-            model._attention(x, layer, w, tables[layer.kind], None, _reader(cache))
+        tables = model._rope_tables(self.arena.positions(x.shape[1]))
+        for index, (layer, w) in enumerate(zip(config.layers, model.weights.layers, strict=True)):
+            model._attention(x, layer, w, tables[layer.kind], partial(self.arena.attend, index, causal=False))
