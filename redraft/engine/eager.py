@@ -5,11 +5,10 @@ batch on the left and takes every canvas together, with torch's generator: what 
 tiers `off` and `bitexact`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from redraft.config import DecodeSettings
 from redraft.decode.rule import Rule
@@ -74,16 +73,9 @@ class Rows:
         done, step, _, canvas = self.canvases.status[row].tolist()
         length = self.model.config.canvas_length
         at = slice(row * length, (row + 1) * length)
-        return SlotStatus(
-            slot=slot,
-            owner=owner,
-            done=bool(done),
-            canvas=canvas,
-            step=step,
-            argmax=self.canvases.argmax[at].tolist(),
-            accepted=self.canvases.accepted[at].bool().tolist(),
-            mean_entropy=float(self.canvases.entropy[at].mean()),
-        )
+        argmax, accepted = self.canvases.argmax[at].tolist(), self.canvases.accepted[at].bool().tolist()
+        entropy = float(self.canvases.entropy[at].mean())
+        return SlotStatus(slot, owner, bool(done), canvas, step, argmax, accepted, entropy)
 
 
 class _Eager:
@@ -169,11 +161,11 @@ class EagerRunner(_Eager):
 
     def _packed(self, slots: list[int], pieces: list[torch.Tensor]) -> tuple[torch.Tensor, PackedArenas]:
         """Tokens int64 [n] of each slot in one row [1, N], and what they attend to."""
-        arenas, row = [self._rows[slot].arena for slot in slots], torch.cat(pieces)
-        if spare := -len(row) % ROW_MULTIPLE if self.model.batch_invariant else 0:
-            filling = row.new_zeros(spare)
-            arenas, pieces, row = [*arenas, self._arena(1, spare)], [*pieces, filling], torch.cat((row, filling))
-        return row[None], PackedArenas(arenas, [len(piece) for piece in pieces])
+        arenas, counts = [self._rows[slot].arena for slot in slots], [len(piece) for piece in pieces]
+        spare = -sum(counts) % ROW_MULTIPLE if self.model.batch_invariant else 0
+        if spare:
+            arenas, counts = [*arenas, self._arena(1, spare)], [*counts, spare]
+        return F.pad(torch.cat(pieces), (0, spare))[None], PackedArenas(arenas, counts)
 
 
 class LockstepRunner(_Eager):

@@ -5,8 +5,6 @@ bidirectionally, attends to the arena without changing it, and predicts every po
 share all weights but the per-layer output scalar; only denoise has self-conditioning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
