@@ -1,7 +1,5 @@
 """Passes of several slots on a CPU: the bits of each are those it has alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
