@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redraft.config import DecodeSettings, QuantSpec, Tier, WeightFormat
+from redraft.config import TIERS, DecodeSettings, QuantSpec, Tier, WeightFormat, check_choice, require_int
 from redraft.errors import CheckpointError, RedraftError, UsageError
 from redraft.registration import watch
 from redraft.version import __version__
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from redraft.engine.engine import Engine
-    from redraft.hf import AccelerateReport, W4Config
+    from redraft.hf import W4Config, accelerate
     from redraft.quant.report import QuantReport
 
 __all__ = [
@@ -30,17 +30,10 @@ __all__ = [
 
 
 def load(
-    model: str | Path,
-    *,
-    weights: WeightFormat | None = None,
-    tier: Tier = "turbo",
-    device: str | None = None,
-    dtype: torch.dtype | None = None,
-    spec: QuantSpec | None = None,
-    slots: int | None = None,
-    context: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Engine:
+    model: str | Path, *, weights: WeightFormat | None = None, tier: Tier = "turbo", device: str | None = None,
+    dtype: torch.dtype | None = None, spec: QuantSpec | None = None, slots: int | None = None,
+    context: int | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Engine:  # fmt: skip
     """Load a checkpoint and return an engine.
 
     model: a directory, a hub id, "demo" for the bundled one, or random weights of a model's shapes, such as
@@ -51,7 +44,6 @@ def load(
     both follow what is asked for. progress(done, total) is called per layer. Raises CheckpointError, UsageError or
     MemoryShortage.
     """
-    from redraft.config import TIERS, check_choice, require_int
     from redraft.device import default_dtype, pick_device
     from redraft.engine.engine import Engine
     from redraft.quant.load import load_checkpoint
@@ -68,14 +60,9 @@ def load(
 
 
 def quantize(
-    src: str | Path,
-    dst: str | Path,
-    spec: QuantSpec | None = None,
-    *,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    device: str | None = None,
-) -> QuantReport:
+    src: str | Path, dst: str | Path, spec: QuantSpec | None = None, *, overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None, device: str | None = None,
+) -> QuantReport:  # fmt: skip
     """Pack the experts of a BF16 checkpoint (directory or hub id) into a `dg-w4a16-v1` directory at `dst`.
 
     spec: group sizes, by default the published ones. Works layer by layer; called again after an interruption it goes
@@ -87,23 +74,12 @@ def quantize(
     return run(src, dst, spec, overwrite=overwrite, progress=progress, device=pick_device(device or "cpu"))
 
 
-def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) -> AccelerateReport:
-    """Pack the routed experts of transformers' loaded `DiffusionGemmaForBlockDiffusion` in place.
-
-    `model.generate()` goes on working; the report says what was replaced. A PEFT model's LoRA adapter is merged first.
-    See `redraft.hf.accelerate`, and docs/transformers.md. Raises UsageError when the model cannot be packed.
-    """
-    from redraft.hf import accelerate as run
-
-    return run(model, tier, spec)
-
-
 def __getattr__(name: str) -> Any:
-    """`redraft.W4Config` on first use: it needs transformers, which `import redraft` alone does not load."""
-    if name == "W4Config":
-        from redraft.hf import W4Config
+    """`W4Config` and `accelerate` on first use: they need transformers, which `import redraft` alone does not load."""
+    if name in ("W4Config", "accelerate"):
+        import redraft.hf
 
-        return W4Config
+        return getattr(redraft.hf, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,7 +1,5 @@
 """Every setting Redraft has: frozen, read from files or keywords, validated here and nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -80,14 +78,10 @@ class ModelConfig:
         if not raw.get("tie_word_embeddings", True):
             raise ValueError("tie_word_embeddings is false; Redraft needs the encoder, decoder and head tied")
         config = cls(
-            vocab_size=_whole(text, "vocab_size"),
-            hidden_size=_whole(text, "hidden_size"),
-            intermediate_size=_whole(text, "intermediate_size"),
-            num_heads=_whole(text, "num_attention_heads"),
-            layers=_layer_configs(text),
-            sliding_window=_whole(text, "sliding_window"),
-            num_experts=_whole(text, "num_experts"),
-            top_k_experts=_whole(text, "top_k_experts"),
+            vocab_size=_whole(text, "vocab_size"), hidden_size=_whole(text, "hidden_size"),
+            intermediate_size=_whole(text, "intermediate_size"), num_heads=_whole(text, "num_attention_heads"),
+            layers=_layer_configs(text), sliding_window=_whole(text, "sliding_window"),
+            num_experts=_whole(text, "num_experts"), top_k_experts=_whole(text, "top_k_experts"),
             moe_intermediate_size=_whole(text, "moe_intermediate_size"),
             canvas_length=int(raw.get("canvas_length") or 256),
             max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
@@ -95,14 +89,14 @@ class ModelConfig:
             final_logit_softcap=float(text.get("final_logit_softcapping", 30.0)),
             pad_token_id=int(text.get("pad_token_id") or 0),
             bos_token_id=text.get("bos_token_id", 2),
-        )
+        )  # fmt: skip
         config._validate()
         return config
 
     def _validate(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.type in ("int", "float") and f.name != "pad_token_id" and value <= 0:
+            if f.type in (int, float) and f.name != "pad_token_id" and value <= 0:
                 raise ValueError(f"{f.name} is {value}, expected a positive number")
         if self.top_k_experts > self.num_experts:
             raise ValueError(f"top_k_experts is {self.top_k_experts} with only {self.num_experts} experts")
@@ -121,7 +115,7 @@ class ModelConfig:
 
 def _whole(fields: Mapping[str, Any], key: str) -> int:
     value = fields[key]
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not _is_whole(value):
         raise ValueError(f"text_config.{key} is {value!r}, expected a whole number")
     return value
 
@@ -129,17 +123,13 @@ def _whole(fields: Mapping[str, Any], key: str) -> int:
 def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     """Per-layer geometry from either spelling: `per_layer_config`, or the older `global_head_dim` pair."""
     count = _whole(text, "num_hidden_layers")
-    types = text.get("layer_types") or [
-        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)
-    ]
+    types = text.get("layer_types") or ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
     if len(types) != count:
         raise ValueError(f"text_config.layer_types names {len(types)} layers, num_hidden_layers is {count}")
     types = [*types[:-1], "full_attention"]  # transformers forces the last layer to full attention
-    head_dim, kv_heads = _whole(text, "head_dim"), _whole(text, "num_key_value_heads")
-    full_default = {
-        "head_dim": text.get("global_head_dim") or 512,
-        "num_key_value_heads": text.get("num_global_key_value_heads") or kv_heads,
-    }
+    default = {name: _whole(text, name) for name in ("head_dim", "num_key_value_heads")}
+    kv_heads = text.get("num_global_key_value_heads") or default["num_key_value_heads"]
+    full_default = {"head_dim": text.get("global_head_dim") or 512, "num_key_value_heads": kv_heads}
     # Keys are layer types or layer numbers, which transformers pads with zeros from ten layers on.
     overrides = {int(k) if str(k).isdigit() else k: v for k, v in (text.get("per_layer_config") or {}).items()}
     ropes = text.get("rope_parameters") or {}
@@ -148,20 +138,10 @@ def _layer_configs(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         if name not in ("sliding_attention", "full_attention"):
             raise ValueError(f"text_config.layer_types[{i}] is {name!r}, expected sliding_attention or full_attention")
         full = name == "full_attention"
-        base = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
-        if full and not overrides:
-            base = full_default
-        base = {**base, **(overrides.get(i) or overrides.get(name) or {})}
-        theta, partial = _rope(ropes.get(name), full)
-        layers.append(
-            LayerConfig(
-                kind="full" if full else "sliding",
-                head_dim=_whole(base, "head_dim"),
-                num_kv_heads=_whole(base, "num_key_value_heads"),
-                rope_theta=theta,
-                partial_rotary_factor=partial,
-            )
-        )
+        own = overrides.get(i) or overrides.get(name) or {}
+        base = {**(full_default if full and not overrides else default), **own}
+        heads = _whole(base, "head_dim"), _whole(base, "num_key_value_heads")
+        layers.append(LayerConfig("full" if full else "sliding", *heads, *_rope(ropes.get(name), full)))
     return tuple(layers)
 
 
@@ -189,18 +169,16 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         for name, group in (("group_gate_up", self.group_gate_up), ("group_down", self.group_down)):
-            if not isinstance(group, int) or isinstance(group, bool) or group < 2 or group % 2:
+            if not _is_whole(group) or group < 2 or group % 2:
                 raise UsageError(f"{name} is {group!r}, expected an even number of at least 2")
 
     def check(self, config: ModelConfig) -> None:
         """Raise UsageError with the numbers when a group size does not divide its dimension."""
-        for name, group, dim, what in (
-            ("group_gate_up", self.group_gate_up, config.hidden_size, "hidden_size"),
-            ("group_down", self.group_down, config.moe_intermediate_size, "moe_intermediate_size"),
-        ):
-            if dim % group:
+        for name, size in (("group_gate_up", "hidden_size"), ("group_down", "moe_intermediate_size")):
+            group, dim = getattr(self, name), getattr(config, size)
+            if rest := dim % group:
                 raise UsageError(
-                    f"{name} {group} does not divide {what} {dim} (remainder {dim % group}); choose a divisor of {dim}"
+                    f"{name} {group} does not divide {size} {dim} (remainder {rest}); choose a divisor of {dim}"
                 )
 
 
@@ -221,9 +199,8 @@ class DecodeSettings:
         for name in ("max_new_tokens", "max_denoising_steps"):
             require_int(name, getattr(self, name), 1)
         require_int("stability_threshold", self.stability_threshold, 0)
-        for name in ("entropy_bound", "confidence_threshold", "t_max"):
-            _require_number(name, getattr(self, name), above=0.0)
-        _require_number("t_min", self.t_min, above=0.0)
+        for name in ("entropy_bound", "confidence_threshold", "t_max", "t_min"):
+            _require_positive(name, getattr(self, name))
         if self.t_max < self.t_min:
             raise UsageError(f"t_max {self.t_max} is below t_min {self.t_min}")
 
@@ -242,12 +219,10 @@ class DecodeSettings:
         Without an end token there no answer ends early: transformers knows none then either.
         """
         eos = raw.get("eos_token_id")
-        changes: dict[str, Any] = {
-            name: raw.get(name)
-            for name in (
-                "max_new_tokens", "max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold"
-            )
-        }  # fmt: skip
+        names = (
+            "max_new_tokens", "max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold"
+        )  # fmt: skip
+        changes: dict[str, Any] = {name: raw.get(name) for name in names}
         changes["entropy_bound"] = (raw.get("sampler_config") or {}).get("entropy_bound")
         changes["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
         try:
@@ -256,21 +231,25 @@ class DecodeSettings:
             raise CheckpointError(f"{where}: {e}") from None
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def require_int(name: str, value: Any, least: int) -> None:
     """Raise UsageError unless `value` is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not _is_whole(value) or value < least:
         raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}")
 
 
-def _require_number(name: str, value: Any, above: float) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not math.isfinite(value) or value <= above:
-        raise UsageError(f"{name} is {value!r}, expected a number above {above:g}")
+def _require_positive(name: str, value: Any) -> None:
+    number = _is_whole(value) or isinstance(value, float)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise UsageError(f"{name} is {value!r}, expected a number above 0")
 
 
 def check_seed(seed: Any) -> int:
     """The seed as given, if it is a whole number from 0 to 2^63 - 1; UsageError otherwise."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < SEED_LIMIT:
+    if not _is_whole(seed) or not 0 <= seed < SEED_LIMIT:
         raise UsageError(f"seed is {seed!r}, expected a whole number from 0 to 2^63 - 1")
     return seed
 

@@ -1,10 +1,9 @@
 """Devices: which to run on and in which dtype, their memory, and what a figure measured on one depends on."""
 
-from __future__ import annotations
-
 import platform
 import resource
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ from typing import Any
 import torch
 
 from redraft.errors import UsageError
+from redraft.version import __version__
 
 
 def pick_device(name: str | None) -> torch.device:
     """The named device ("cpu", "cuda", "cuda:N"), or the GPU when there is one. UsageError when it is not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device is {name!r}, expected cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda"):
         raise UsageError(f"device is {name!r}, expected cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {name} is not available: torch sees {torch.cuda.device_count()} CUDA devices")
@@ -68,17 +67,11 @@ def peak_bytes(device: torch.device) -> int:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a figure depends on: device and versions."""
-    import redraft
-
     return {
-        "device": device_name(device),
-        "redraft": redraft.__version__,
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
-        "python": platform.python_version(),
+        "device": device_name(device), "redraft": __version__, "torch": torch.__version__,
+        "transformers": _version("transformers"), "triton": _version("triton"), "python": platform.python_version(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
+    }  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:
@@ -87,7 +80,6 @@ def device_name(device: torch.device) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None

@@ -1,9 +1,7 @@
 """Files that appear whole or not at all."""
 
-from __future__ import annotations
-
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,21 +11,15 @@ from typing import TextIO
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
     """A text file that takes the place of `path` when the block ends well; else nothing changes and nothing is left."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", suffix=".new", delete=False, encoding="utf-8", newline="\n"
-    ) as file:
-        fresh = Path(file.name)
-        try:
-            yield file  # type: ignore[misc]
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with fresh.open("x", encoding="utf-8", newline="\n") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            fresh.chmod(0o666 & ~mask)
-            fresh.replace(path)
-        except BaseException:
-            fresh.unlink(missing_ok=True)
-            raise
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,8 +4,6 @@ The quantisation method is registered when `redraft.hf` is imported. That happen
 of DiffusionGemma, whoever imports it: a checkpoint cannot be loaded before.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,12 +1,9 @@
 """Tables: `Table(columns, rows, title)` prints on a console of rich, and `.markdown()` is the same for a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import rich.table
+import rich.table
 
 
 class Table:
@@ -17,9 +14,7 @@ class Table:
         self.rows = [[*map(str, row), *[""] * (len(self.columns) - len(row))] for row in rows]
 
     def __rich__(self) -> rich.table.Table:
-        from rich.table import Table as RichTable
-
-        result = RichTable(title=self.title, title_justify="left")
+        result = rich.table.Table(title=self.title, title_justify="left")
         for index, name in enumerate(self.columns):
             result.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
         for row in self.rows:

@@ -1,7 +1,5 @@
 """PEFT adapters on the tiny model, for the tests that merge them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,5 @@ def reference_logits(model) -> torch.Tensor:
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(6, VOCAB, (2, PROMPT), generator=generator)
-    canvas = torch.randint(6, VOCAB, (2, CANVAS), generator=generator)
+    prompt, canvas = (torch.randint(6, VOCAB, (2, length), generator=generator) for length in (PROMPT, CANVAS))
     return prompt, canvas, torch.randn(2, CANVAS, VOCAB, generator=generator)

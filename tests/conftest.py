@@ -1,7 +1,5 @@
 """Shared fixtures: tiny checkpoints on disk, built once."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -28,12 +26,9 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 1 if torch.cuda.is_available() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "gpu" in item.keywords and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Running one generation on both sides, and judging the first difference if there is one."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +26,11 @@ class Case:
         return f"seed{self.seed}-batch{len(self.prompts)}-{values}"
 
 
-@dataclass
 class _Drafts:
     """A transformers streamer that keeps every pass's argmax canvas."""
 
-    drafts: list[torch.Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.drafts: list[torch.Tensor] = []
 
     def put(self, value: torch.Tensor) -> None: ...
 
@@ -52,22 +50,17 @@ def run_transformers(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor
     streamer = _Drafts()
     torch.manual_seed(case.seed)
     out = model.generate(
-        input_ids=torch.tensor(rows),
-        attention_mask=torch.tensor(mask),
-        pad_token_id=0,
-        eos_token_id=case.eos,
-        streamer=streamer,
-        **settings,
-    )
+        input_ids=torch.tensor(rows), attention_mask=torch.tensor(mask), pad_token_id=0, eos_token_id=case.eos,
+        streamer=streamer, **settings,
+    )  # fmt: skip
     return out.sequences[:, longest:], out.tokens_per_forward, streamer.drafts
 
 
 def assert_same(engine: Engine, model: Any, case: Case, monkeypatch: Any) -> str | None:
     """Assert equal tokens and tokens per forward. Returns a line describing an excused divergence, or None."""
     expected, expected_rate, drafts = run_transformers(model, case)
-    trace = _Trace()
     with monkeypatch.context() as patch:
-        trace.install(patch)
+        canvases, margins = _trace(patch)
         results = engine.generate_batch(
             case.prompts, seed=case.seed, tier="bitexact", eos_token_ids=tuple(case.eos), **case.settings
         )
@@ -76,31 +69,25 @@ def assert_same(engine: Engine, model: Any, case: Case, monkeypatch: Any) -> str
         rates = torch.tensor([r.tokens_per_forward for r in results])
         torch.testing.assert_close(rates, expected_rate.float(), rtol=1e-6, atol=0)
         return None
-    step = next((i for i, (a, b) in enumerate(zip(trace.argmax, drafts, strict=False)) if not torch.equal(a, b)), None)
+    step = next((i for i, (a, b) in enumerate(zip(canvases, drafts, strict=False)) if not torch.equal(a, b)), None)
     assert step is not None, f"{case.label()}: the passes agree but the committed tokens do not"
-    margin = min(trace.margins[: step + 1])
+    margin = min(margins[: step + 1])
     assert margin < EXCUSED_MARGIN, f"{case.label()}: differs at pass {step} with every margin above {margin:.2e}"
     return f"{case.label()}: pass {step}, smallest margin {margin:.2e}"
 
 
-class _Trace:
-    """Per pass: our argmax canvas, and the smallest margin of its decisions (argmax, draw, acceptance, stop)."""
+def _trace(patch: Any) -> tuple[list[torch.Tensor], list[float]]:
+    """Per pass from now on: our argmax canvas, and its decisions' smallest margin (argmax, draw, acceptance, stop)."""
+    canvases, margins, original = [], [], Rows.take
 
-    def __init__(self) -> None:
-        self.argmax: list[torch.Tensor] = []
-        self.margins: list[float] = []
+    def take(rows: Rows, logits: torch.Tensor) -> None:
+        scaled, own = logits / rows.state.temperature[:, None, None], rows.own
+        margins.append(smallest_margin(scaled, own.entropy_bound[:, None], own.confidence_threshold))
+        original(rows, logits)
+        canvases.append(rows.canvases.argmax.view(rows.canvas.shape).clone())
 
-    def install(self, patch: Any) -> None:
-        original = Rows.take
-        trace = self
-
-        def take(rows: Rows, logits: torch.Tensor) -> None:
-            scaled, own = logits / rows.state.temperature[:, None, None], rows.own
-            trace.margins.append(smallest_margin(scaled, own.entropy_bound[:, None], own.confidence_threshold))
-            original(rows, logits)
-            trace.argmax.append(rows.canvases.argmax.view(rows.canvas.shape).clone())
-
-        patch.setattr(Rows, "take", take)
+    patch.setattr(Rows, "take", take)
+    return canvases, margins
 
 
 def smallest_margin(scaled: torch.Tensor, bound: Any, confidence: Any) -> float:

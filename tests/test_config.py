@@ -1,7 +1,5 @@
 """Settings are read from both spellings of config.json and refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,15 +35,14 @@ def test_older_spelling_of_full_layers(raw):
 def test_layer_numbers_padded_with_zeros(tmp_path):
     """transformers writes "05" for layer 5 of a model of ten or more layers."""
     tiny_config(num_hidden_layers=12, layer_types=None).save_pretrained(tmp_path)
-    saved = read_json(tmp_path / "config.json")
-    config = ModelConfig.from_dict(saved)
+    config = ModelConfig.from_dict(read_json(tmp_path / "config.json"))
     assert [i for i, layer in enumerate(config.layers) if layer.kind == "full"] == [5, 11]
     assert [layer.head_dim for layer in config.layers] == [16 if i in (5, 11) else 8 for i in range(12)]
 
 
 def test_unreadable_json_is_one_error(tmp_path):
+    path = tmp_path / "config.json"
     for content in (b"{", b"[1]", b"\xff\xfe", b"[" * 100_000):
-        path = tmp_path / "config.json"
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="config"):
             read_json(path)
@@ -69,11 +66,8 @@ def test_unreadable_json_is_one_error(tmp_path):
     ],
 )
 def test_bad_config_names_the_field(raw, path, value, message):
-    node = raw
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        node = node[parent]
-    node[leaf] = value
+    section, _, field = path.rpartition(".")
+    (raw[section] if section else raw)[field] = value
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_dict(raw, "some/config.json")
     assert message in str(caught.value)
@@ -102,25 +96,15 @@ def test_generation_config_is_read():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_new_tokens": 0},
-        {"max_new_tokens": 2.5},
-        {"max_new_tokens": True},
-        {"max_denoising_steps": 0},
-        {"entropy_bound": 0.0},
-        {"entropy_bound": float("nan")},
-        {"entropy_bound": "0.1"},
-        {"t_min": 0.9},
-        {"t_min": 0.0},
-        {"stability_threshold": -1},
-        {"confidence_threshold": float("inf")},
-        {"entropy": 0.1},
+        {"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"max_denoising_steps": 0},
+        {"entropy_bound": 0.0}, {"entropy_bound": float("nan")}, {"entropy_bound": "0.1"}, {"t_min": 0.9},
+        {"t_min": 0.0}, {"stability_threshold": -1}, {"confidence_threshold": float("inf")}, {"entropy": 0.1},
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_by_name(changes):
     with pytest.raises(UsageError) as caught:
         DecodeSettings().replace(**changes)
-    name = next(iter(changes))
-    assert name in str(caught.value) or "t_max" in str(caught.value)
+    assert next(iter(changes)) in str(caught.value) or "t_max" in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, "7"])

@@ -1,7 +1,5 @@
 """The README's promises on the bundled model, through the command line as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

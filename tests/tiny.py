@@ -1,13 +1,13 @@
 """Tiny random DiffusionGemma models of transformers' own class, for every test that needs a network."""
 
-from __future__ import annotations
-
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DiffusionGemmaConfig,
@@ -15,29 +15,24 @@ from transformers import (
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
     PreTrainedTokenizerFast,
-)
+)  # fmt: skip
 
 from redraft.kernels.packing import dequantize
+from redraft.store.names import canonical_name
 
 VOCAB, CANVAS, WINDOW = 96, 8, 10
 
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 1,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 16,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": WINDOW,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1,
+    "head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 256,
+    "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 8,
+}  # fmt: skip
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\n{{ m['content'] }}<turn|>\n{% endfor %}"
@@ -54,29 +49,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|turn>", "<turn|>"],
-        chat_template=CHAT_TEMPLATE,
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
+        additional_special_tokens=["<|turn>", "<turn|>"], chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def tiny_config(canvas_length: int = CANVAS, **text: object) -> DiffusionGemmaConfig:
-    vision = Gemma4VisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        position_embedding_size=8,
-    )
-    return DiffusionGemmaConfig(
-        text_config=DiffusionGemmaTextConfig(**{**TEXT, **text}), vision_config=vision, canvas_length=canvas_length
-    )
+    text_config = DiffusionGemmaTextConfig(**{**TEXT, **text})
+    vision_config = Gemma4VisionConfig(**VISION)
+    return DiffusionGemmaConfig(text_config=text_config, vision_config=vision_config, canvas_length=canvas_length)
 
 
 def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiffusion:
@@ -93,6 +74,34 @@ def tiny_model(seed: int = 0, **overrides: object) -> DiffusionGemmaForBlockDiff
             if "layer_scalar" in name:
                 buffer.fill_(0.8 + 0.3 * float(torch.rand(())))
     return model
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """What the files of a directory hold, by name."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory by canonical name."""
+    files = sorted(path.glob("*.safetensors"))
+    return {canonical_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Apply `change` to the tensors of a file; a new dict replaces them, None means it changed them in place."""
+    tensors = load_file(file)
+    result = change(tensors)
+    save_file(result if isinstance(result, dict) else tensors, file, metadata={"format": "pt"})
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def flip(file: Path) -> None:
+    """Change the last bit."""
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
 
 
 def published_layout(packed: Path) -> None:

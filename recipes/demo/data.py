@@ -1,7 +1,5 @@
 """Training batches for the demo model: items drawn, tokenised and laid out in worker processes."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import random

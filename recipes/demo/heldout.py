@@ -1,7 +1,5 @@
 """Write the held-out items that ship with the demo model: `python -m recipes.demo.heldout`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Held-out accuracy of a demo checkpoint with transformers' own `generate`: `python -m recipes.demo.measure DIR`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Muon (K. Jordan et al., 2024) replaces a matrix's momentum by its nearest orthog
 iteration. A stack of expert matrices counts as separate matrices.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

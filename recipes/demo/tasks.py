@@ -6,8 +6,6 @@ that bucket, so the two sets are disjoint by construction, on every machine and 
 Graders are in `redraft.evaluate.demo`. All sentences, facts and problems here are our own wording.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable

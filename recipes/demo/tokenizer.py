@@ -1,7 +1,5 @@
 """The demo model's tokenizer: byte-level BPE trained on text from `tasks`, single digits, Gemma's turn tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

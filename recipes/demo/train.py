@@ -5,8 +5,6 @@ and adds two losses: cross-entropy of the clean canvas at every position, and ne
 Weights are BF16 as they will be used, with fp32 masters in the optimizer. Only transformers' own model class is used.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,11 +1,9 @@
 """`redraft bench batch`: passes of 1 to 32 canvases, until memory ends."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +13,8 @@ from redraft.bench.step import StepArm, open_step
 from redraft.bench.timing import interleave
 from redraft.bench.work import Shapes, pass_work
 from redraft.device import peak_bytes, reset_peak
+from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -35,14 +31,10 @@ class BatchResult:
         if self.measured is None:
             return {"canvases": self.canvases, "error": OUT_OF_MEMORY}
         figures = self.measured.to_dict()
-        kept = ("ms_low", "ms_high", "gbps", "tflops", "floor_ms", "share_of_roofline")
-        return {
-            "canvases": self.canvases,
-            "ms_per_pass": figures["ms"],
-            "ms_per_pass_and_canvas": figures["ms"] / self.canvases,
-            **{name: figures[name] for name in kept},
-            "peak_bytes": self.peak_bytes,
-        }
+        ms, kept = figures["ms"], ("ms_low", "ms_high", "gbps", "tflops", "floor_ms", "share_of_roofline")
+        per_pass = {"ms_per_pass": ms, "ms_per_pass_and_canvas": ms / self.canvases}
+        rest = {name: figures[name] for name in kept}
+        return {"canvases": self.canvases, **per_pass, **rest, "peak_bytes": self.peak_bytes}
 
 
 def bench_batch(

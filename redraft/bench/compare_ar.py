@@ -5,29 +5,24 @@ All prompts are answered at every batch size by every arm, a batch at a time; th
 that makes fewer than LEAST_BATCHES batches, they are answered several times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from redraft.bench.answer_work import Routes, autoregressive_work, diffusion_work
-from redraft.bench.autoregressive import FusedGreedy, GreedyDecoder, ReferenceGreedy
+from redraft.bench.autoregressive import FusedGreedy, Greedy, ReferenceGreedy, Routes
 from redraft.bench.batch import OUT_OF_MEMORY, release
-from redraft.bench.probe import Probe
 from redraft.bench.roofline import Measured, Roofline, Work, save_figure
 from redraft.bench.timing import Timing, percentile, wall_ms
-from redraft.bench.work import Shapes
-from redraft.config import DecodeSettings
+from redraft.bench.work import Shapes, autoregressive_work, denoise_passes, diffusion_work
+from redraft.config import DecodeSettings, ModelConfig
+from redraft.engine.engine import Engine
 from redraft.engine.events import count_tokens
 from redraft.engine.graphs import GraphRunner
 from redraft.errors import MemoryShortage
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 AUTOREGRESSIVE = "autoregressive"
 OWN_STOP = "diffusion, own stop"
@@ -36,210 +31,154 @@ LEAST_BATCHES = 3
 
 @dataclass(frozen=True)
 class Answered:
-    """A batch of answers by one arm. `work` is that of everything after the prompts, over `passes` of the batch."""
+    """A batch of answers by one arm. `work` is that of its passes after the prompts were read."""
 
     answers: list[list[int]]
-    ended: list[bool]  # by the model, not by the limit of tokens
-    tokens: int  # padding inside an answer is no token
-    forwards: int  # passes of every request, added up
-    passes: int
-    seconds: float  # from the prompts to the last answer
+    passes: list[list[int]]  # of the batch: committed tokens of every request that each moved on
     work: Work
+    seconds: float  # from the prompts to the last answer
+    experts: int = 0  # distinct ones that autoregressive steps read, over all of them and all layers
 
 
-@dataclass(frozen=True)
-class ArmResult:
-    """One arm at one batch size; `prompt_seconds` is what reading each batch's prompts takes, the same for all arms."""
-
-    name: str
-    runs: list[Answered]
-    prompt_seconds: list[float]
-    roofline: Roofline
-    experts_per_layer: float | None = None  # distinct ones that a step reads, by its routing
-
-    @property
-    def answer_seconds(self) -> list[float]:
-        """Of every answer; in a batch it takes as long as the batch."""
-        return [run.seconds for run in self.runs for _ in run.answers]
-
-    def to_dict(self) -> dict[str, Any]:
-        seconds, answers = sum(run.seconds for run in self.runs), self.answer_seconds
-        tokens, passes = (sum(getattr(run, name) for run in self.runs) for name in ("tokens", "passes"))
-        decoding_ms = 1e3 * (seconds - sum(self.prompt_seconds))
-        work = Work.total(run.work for run in self.runs)
-        measured = Measured(work, Timing.of([decoding_ms]), self.roofline)
-        return {
-            "answers": len(answers),
-            "answer_seconds": {
-                "mean": sum(answers) / len(answers), "p50": percentile(answers, 50), "p90": percentile(answers, 90)
-            },
-            "ms_per_token": 1e3 * sum(answers) / tokens,
-            "tokens_per_second": tokens / seconds,
-            "tokens_per_answer": tokens / len(answers),
-            "tokens_per_forward": tokens / sum(run.forwards for run in self.runs),
-            "passes": passes,
-            "ms_per_pass": decoding_ms / passes,
-            "bytes_per_token": work.bytes / tokens,
-            "flops_per_token": work.flops / tokens,
-            "gbps": measured.gbps,
-            "share_of_bandwidth": measured.gbps / self.roofline.gbps,
-            "tflops": measured.tflops,
-            "share_of_matmul": measured.tflops / self.roofline.tflops,
-            "experts_per_layer": self.experts_per_layer,
-        }  # fmt: skip
+Arm = Callable[[Sequence[list[int]], int], Answered]  # of prompts and the first one's seed
 
 
-@dataclass(frozen=True)
+@dataclass
 class SizeResult:
     """All arms at one batch size; none and an `error` when memory did not suffice."""
 
     batch: int
-    arms: list[ArmResult]
+    config: ModelConfig
+    roofline: Roofline
+    arms: dict[str, list[Answered]] = field(default_factory=dict)
+    prompt_seconds: list[float] = field(default_factory=list)  # of reading each batch's prompts, the same for all arms
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         if self.error is not None:
             return {"batch": self.batch, "error": self.error}
-        read = self.arms[0].prompt_seconds
-        prompt_ms = 1e3 * sum(read) / len(read)
-        return {"batch": self.batch, "prompt_ms": prompt_ms, "arms": {arm.name: arm.to_dict() for arm in self.arms}}
+        prompt_ms = 1e3 * sum(self.prompt_seconds) / len(self.prompt_seconds)
+        arms = {name: self.figures(answered) for name, answered in self.arms.items()}
+        return {"batch": self.batch, "prompt_ms": prompt_ms, "arms": arms}
+
+    def figures(self, answered: Sequence[Answered]) -> dict[str, Any]:
+        """Of one arm. In a batch every answer takes as long as the batch; padding inside an answer is no token."""
+        answers = [(answer, batch.seconds) for batch in answered for answer in batch.answers]
+        waits = [seconds for _, seconds in answers]
+        tokens = sum(count_tokens(answer, self.config.pad_token_id) for answer, _ in answers)
+        passes = [requests for batch in answered for requests in batch.passes]
+        seconds, experts = sum(batch.seconds for batch in answered), sum(batch.experts for batch in answered)
+        decoding = Timing.of([1e3 * (seconds - sum(self.prompt_seconds))])
+        measured = Measured(Work.total(batch.work for batch in answered), decoding, self.roofline)
+        return {
+            "answers": len(answers),
+            "answer_seconds": {
+                "mean": sum(waits) / len(waits), "p50": percentile(waits, 50), "p90": percentile(waits, 90)
+            },
+            "ms_per_token": 1e3 * sum(waits) / tokens, "tokens_per_second": tokens / seconds,
+            "tokens_per_answer": tokens / len(answers), "tokens_per_forward": tokens / sum(map(len, passes)),
+            "passes": len(passes), "ms_per_pass": measured.ms / len(passes),
+            "bytes_per_token": measured.work.bytes / tokens, "flops_per_token": measured.work.flops / tokens,
+            "gbps": measured.gbps, "share_of_bandwidth": measured.gbps / self.roofline.gbps,
+            "tflops": measured.tflops, "share_of_matmul": measured.tflops / self.roofline.tflops,
+            "experts_per_layer": experts / len(passes) / self.config.num_layers if experts else None,
+        }  # fmt: skip
 
 
-def compare_ar(
-    engine: Engine,
-    probe: Probe,
-    prompts: Sequence[list[int]],
-    *,
-    sizes: Sequence[int],
-    fixed_passes: Sequence[int],
-    settings: DecodeSettings,
-    seed: int,
-    progress: Callable[[str], None],
-) -> Iterator[SizeResult]:
-    """Answer `prompts` by every arm in batches of each of `sizes`; the first size that does not fit is the last.
+@dataclass(frozen=True)
+class Comparison:
+    """Prompts answered by every arm. Sizes should divide their number: what is left over is not answered."""
 
-    Sizes should divide the number of prompts: what is left over is not answered. fixed_passes: numbers of passes per
-    canvas, each an arm beside the decoder's own stop. progress(name) is called after every batch of answers.
-    """
-    routes = Routes(engine.model)
-    for size in sizes:
-        try:
-            result = _Comparison(engine, routes, prompts, size, fixed_passes, settings, seed).run(probe, progress)
-        except (torch.OutOfMemoryError, MemoryShortage) as e:
-            result = SizeResult(size, [], str(e) if isinstance(e, MemoryShortage) else OUT_OF_MEMORY)
-        finally:
-            release(engine.device)
-        yield result
-        if result.error is not None:
-            return
+    engine: Engine
+    roofline: Roofline
+    prompts: Sequence[list[int]]
+    sizes: Sequence[int]  # of batches
+    fixed_passes: Sequence[int]  # numbers of passes per canvas, each an arm beside the decoder's own stop
+    settings: DecodeSettings
+    seed: int
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether the reference network runs."""
+        return self.engine.fused is None or self.engine.tier != "turbo"
 
-def batches_of(prompts: int, sizes: Sequence[int], arms: int) -> int:
-    """How often `compare_ar` calls its progress."""
-    return sum(prompts // size * _rounds(prompts // size) * arms for size in sizes)
+    @property
+    def total(self) -> int:
+        """Batches of answers: how often `run` calls its progress."""
+        return sum(len(self._starts(size)) for size in self.sizes) * (len(self.fixed_passes) + 2)
 
+    def run(self, progress: Callable[[str], object]) -> Iterator[SizeResult]:
+        """Answer by every arm, size by size; the first that does not fit is the last.
 
-def _rounds(batches: int) -> int:
-    return -(-LEAST_BATCHES // batches)
+        progress(name of the arm) is called after every batch of answers.
+        """
+        routes = Routes(self.engine.model)
+        for size in self.sizes:
+            result = SizeResult(size, self.engine.config, self.roofline)
+            try:
+                self._answer(result, routes, progress)
+            except (torch.OutOfMemoryError, MemoryShortage) as e:
+                result.arms.clear()
+                result.error = str(e) if isinstance(e, MemoryShortage) else OUT_OF_MEMORY
+            finally:
+                release(self.engine.device)
+            yield result
+            if result.error is not None:
+                return
 
+    def _starts(self, size: int) -> list[int]:
+        """The first prompt of every batch that an arm answers."""
+        once = [i * size for i in range(len(self.prompts) // size)]
+        return once * -(-LEAST_BATCHES // len(once))
 
-class _Comparison:
-    """All arms at one batch size."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        routes: Routes,
-        prompts: Sequence[list[int]],
-        size: int,
-        fixed_passes: Sequence[int],
-        settings: DecodeSettings,
-        seed: int,
-    ):
-        self.engine, self.routes, self.size, self.settings, self.seed = engine, routes, size, settings, seed
-        self.config, self.shapes = engine.config, Shapes.of(engine)
-        self.groups = [list(prompts[i : i + size]) for i in range(0, len(prompts) // size * size, size)]
-        self.lockstep = engine.fused is None or engine.tier != "turbo"
-        self.greedy = self._decoder(max(map(len, prompts)))
-        self.expert_reads = self.steps = 0
-        self.arms: dict[str, Callable[[int], Answered]] = {AUTOREGRESSIVE: self._autoregressive}
-        for passes in fixed_passes:
+    def _answer(self, result: SizeResult, routes: Routes, progress: Callable[[str], object]) -> None:
+        """Every arm's answers at one size, added to the result."""
+        size, device = result.batch, self.engine.device
+        greedy = self._decoder(size)
+        arms: dict[str, Arm] = {AUTOREGRESSIVE: partial(self._token_by_token, greedy, routes)}
+        for passes in self.fixed_passes:
             # A canvas of n passes never has n equal ones before it.
-            rule = settings.replace(max_denoising_steps=passes, stability_threshold=passes)
-            self.arms[f"diffusion, {passes} passes"] = self._diffusion(rule)
-        self.arms[OWN_STOP] = self._diffusion(settings)
-
-    def run(self, probe: Probe, progress: Callable[[str], None]) -> SizeResult:
-        self._warm_up()
-        runs: dict[str, list[Answered]] = {name: [] for name in self.arms}
-        prompt_seconds = []
-        names, count = list(self.arms), len(self.groups)
-        for turn in range(count * _rounds(count)):
-            prompt_seconds.append(self._read_seconds(turn % count))
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                runs[name].append(self.arms[name](turn % count))
+            rule = self.settings.replace(max_denoising_steps=passes, stability_threshold=passes)
+            arms[f"diffusion, {passes} passes"] = partial(self._by_diffusion, rule)
+        arms[OWN_STOP] = partial(self._by_diffusion, self.settings)
+        # Everything compiles and every graph is captured: both sizes of pieces that prompts are read in, each arm.
+        longest = max(self.prompts, key=len)
+        for prompt in (longest, longest[: self.engine.config.canvas_length]):
+            greedy.read([prompt] * size)
+        for arm in arms.values():
+            arm(self.prompts[:size], self.seed)
+        result.arms.update({name: [] for name in arms})
+        for turn, start in enumerate(self._starts(size)):
+            prompts, first = self.prompts[start : start + size], turn % len(arms)
+            result.prompt_seconds.append(wall_ms(partial(greedy.read, prompts), device) / 1e3)
+            for name in [*arms][first:] + [*arms][:first]:
+                result.arms[name].append(arms[name](prompts, self.seed + start))
                 progress(name)
-        experts = {AUTOREGRESSIVE: self.expert_reads / self.steps / self.config.num_layers}
-        return SizeResult(
-            self.size,
-            [ArmResult(name, runs[name], prompt_seconds, probe.roofline, experts.get(name)) for name in names],
-        )
 
-    def _decoder(self, longest: int) -> GreedyDecoder:
+    def _decoder(self, size: int) -> Greedy:
         limit, ends = self.settings.max_new_tokens, self.settings.eos_token_ids
-        if self.lockstep:
-            return ReferenceGreedy(self.engine.model, limit, ends)
+        if self.engine.fused is None or self.lockstep:
+            return ReferenceGreedy(self.engine.model, size, limit, ends)
         # Room for both: an answer token by token ends where its last canvas would.
-        assert self.engine.fused is not None, "not in lockstep"
-        runner = GraphRunner(self.engine.fused, self.size, longest + limit, rules=())
+        runner = GraphRunner(self.engine.fused, size, max(map(len, self.prompts)) + limit, rules=())
         return FusedGreedy(runner, limit, ends)
 
-    def _warm_up(self) -> None:
-        """Everything compiles and every graph is captured: both sizes of pieces that prompts are read in, each arm."""
-        longest = max((prompt for group in self.groups for prompt in group), key=len)
-        for prompt in (longest, longest[: self.config.canvas_length]):
-            self.greedy.read([prompt] * self.size)
-        for arm in self.arms.values():
-            arm(0)
-        self.expert_reads = self.steps = 0
+    def _token_by_token(self, greedy: Greedy, routes: Routes, prompts: Sequence[list[int]], seed: int) -> Answered:
+        """A step commits a canvas of one token; the first reads the prompt's last."""
+        answers: list[list[int]] = []
+        seconds = wall_ms(lambda: answers.extend(greedy.answer(prompts)), self.engine.device) / 1e3
+        steps = [[1] * len(answer) for answer in answers]
+        passes = denoise_passes([len(prompt) - 1 for prompt in prompts], steps, 1, lockstep=False)
+        experts = routes.experts_per_step(prompts, answers)
+        work = autoregressive_work(Shapes.of(self.engine), passes, experts)
+        return Answered(answers, passes, work, seconds, sum(experts))
 
-    def _read_seconds(self, index: int) -> float:
-        return wall_ms(lambda: self.greedy.read(self.groups[index]), self.engine.device) / 1e3
-
-    def _autoregressive(self, index: int) -> Answered:
-        prompts, answers = self.groups[index], []
-
-        def answer() -> None:
-            self.greedy.read(prompts)
-            answers.extend(self.greedy.decode())
-
-        seconds = wall_ms(answer, self.engine.device) / 1e3
-        lengths = [len(tokens) for tokens in answers]
-        experts = self.routes.experts_per_step(prompts, answers)
-        self.expert_reads, self.steps = self.expert_reads + sum(experts), self.steps + len(experts)
-        work = autoregressive_work(self.shapes, [len(prompt) for prompt in prompts], lengths, experts)
-        ended = [tokens[-1] in self.settings.eos_token_ids for tokens in answers]
-        return Answered(answers, ended, self._count(answers), sum(lengths), max(lengths), seconds, work)
-
-    def _diffusion(self, rule: DecodeSettings) -> Callable[[int], Answered]:
-        def answer(index: int) -> Answered:
-            prompts = self.groups[index]
-            first = self.seed + index * self.size
-            seed = first if self.engine.tier != "turbo" else range(first, first + len(prompts))
-            results = self.engine.generate_batch(prompts, seed=seed, **vars(rule))
-            steps, answers = [r.steps_per_canvas for r in results], [r.token_ids for r in results]
-            work, passes = diffusion_work(self.shapes, [len(prompt) for prompt in prompts], steps, self.lockstep)
-            ended = [r.finish_reason == "stop" for r in results]
-            forwards = sum(r.forwards for r in results)
-            return Answered(
-                answers, ended, self._count(answers), forwards, passes, max(r.seconds for r in results), work
-            )
-
-        return answer
-
-    def _count(self, answers: list[list[int]]) -> int:
-        return sum(count_tokens(answer, self.config.pad_token_id) for answer in answers)
+    def _by_diffusion(self, rule: DecodeSettings, prompts: Sequence[list[int]], seed: int) -> Answered:
+        results, shapes = self.engine.generate_batch(prompts, seed=seed, **vars(rule)), Shapes.of(self.engine)
+        steps = [result.steps_per_canvas for result in results]
+        passes = denoise_passes([*map(len, prompts)], steps, shapes.config.canvas_length, self.lockstep)
+        work = diffusion_work(shapes, passes, steps, self.lockstep)
+        return Answered([r.token_ids for r in results], passes, work, max(r.seconds for r in results))
 
 
 def plot_comparison(path: Path, results: Sequence[SizeResult], roofline: Roofline, title: str) -> None:
@@ -251,15 +190,15 @@ def plot_comparison(path: Path, results: Sequence[SizeResult], roofline: Rooflin
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
     measured = [result.to_dict() for result in results if result.arms]
-    panels: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
-        ("seconds to an answer, median", lambda arm: arm["answer_seconds"]["p50"]),
-        ("tokens per second, all answers", lambda arm: arm["tokens_per_second"]),
-        ("MB moved per token", lambda arm: arm["bytes_per_token"] / 1e6),
-        ("share of measured bandwidth (line), FLOP/s (dashed)", lambda arm: arm["share_of_bandwidth"]),
-    )
+    panels: dict[str, Callable[[dict[str, Any]], float]] = {
+        "seconds to an answer, median": lambda arm: arm["answer_seconds"]["p50"],
+        "tokens per second, all answers": lambda arm: arm["tokens_per_second"],
+        "MB moved per token": lambda arm: arm["bytes_per_token"] / 1e6,
+        "share of measured bandwidth (line), FLOP/s (dashed)": lambda arm: arm["share_of_bandwidth"],
+    }
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
     sizes = [row["batch"] for row in measured]
-    for (label, value), panel in zip(panels, axes.flat, strict=True):
+    for (label, value), panel in zip(panels.items(), axes.flat, strict=True):
         for name in measured[0]["arms"] if measured else ():
             arms = [row["arms"][name] for row in measured]
             (line,) = panel.plot(sizes, [value(arm) for arm in arms], "o-", label=name)

@@ -1,17 +1,13 @@
 """`redraft bench kernels`: every kernel against its torch reference, first for correctness, then for speed.
 
-A kernel's file in `bench/cases/` has its name and holds `CASES`. A case builds a `Problem`: fresh random inputs, a
-call, and what the call must write. The gate poisons every output, compares it with the reference and wants a second
+The files of `bench/cases/`, one for each part of a pass, hold `CASES`. A case builds a `Problem`: fresh random inputs,
+a call, and what the call must write. The gate poisons every output, compares it with the reference and wants a second
 run to repeat it bit for bit; only what passes is timed. On a GPU a case runs at the real model's shapes over several
 sets of inputs that together exceed the L2 cache, replayed as one CUDA graph. Without a GPU Triton's interpreter runs
 the gate at small shapes, and there is no speed to report.
 """
 
-from __future__ import annotations
-
-import importlib
 import os
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +16,12 @@ import torch
 
 from redraft.bench.roofline import Measured, Roofline, Work
 from redraft.bench.timing import Timing, measure
-from redraft.config import ModelConfig, QuantSpec
+from redraft.config import LayerConfig, LayerKind, ModelConfig, QuantSpec
 from redraft.errors import RedraftError, UsageError
 from redraft.store.random import PRESETS
 
 Tensors = dict[str, torch.Tensor]
+Changes = Mapping[str, Any]  # of the fields of a kernel's launch settings
 
 POISON_INT = -77  # no kernel writes it
 CACHES = 3  # times the L2 cache that all sets of inputs take
@@ -46,6 +43,12 @@ class Scale:
     def rows(self) -> int:
         return self.batch * self.config.canvas_length
 
+    def layer(self, kind: LayerKind) -> LayerConfig:
+        return next(layer for layer in self.config.layers if layer.kind == kind)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
 
 @dataclass
 class Problem:
@@ -53,9 +56,9 @@ class Problem:
 
     run: launch into `outputs`. outputs: by name, views that `run` fills. reference: what they should hold, computed in
     torch from the same inputs, in any dtype; an output it leaves out must repeat but is not compared. tolerance: the
-    largest relative error ||out - ref|| / ||ref|| of a floating output; integers must be equal. inplace: outputs that
-    are inputs too, which are not poisoned; `reset` restores them. stock: the same operation as a user of torch writes
-    it. compiles: whether torch.compile makes sense on it.
+    largest relative error ||out - ref|| / ||ref|| of a floating output; integers must be equal. stock: the same
+    operation as a user of torch writes it. compiles: whether torch.compile makes sense on it. starts: what outputs that
+    are inputs too hold before a run, in place of poison. reset: restore before a run what else it changes.
     """
 
     run: Callable[[], object]
@@ -65,7 +68,7 @@ class Problem:
     tolerance: float
     stock: Callable[[], object] | None = None
     compiles: bool = False
-    inplace: frozenset[str] = frozenset()
+    starts: Tensors = field(default_factory=dict)
     reset: Callable[[], object] = field(default=lambda: None)
 
 
@@ -73,13 +76,12 @@ class Problem:
 class KernelCase:
     """A kernel to check and to time. name: `kernel` or `kernel.variant`, the kernel being the file in kernels/.
 
-    build(scale, generator, changes): `changes` replaces fields of the kernel's launch settings. candidates: such
-    changes for `redraft tune kernels` to try; none where the kernel has no settings.
+    candidates: changes for `redraft tune kernels` to try; none where the kernel has no settings.
     """
 
     name: str
-    build: Callable[[Scale, torch.Generator, Mapping[str, Any]], Problem]
-    candidates: tuple[Mapping[str, Any], ...] = ()
+    build: Callable[[Scale, torch.Generator, Changes], Problem]
+    candidates: tuple[Changes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,11 @@ class KernelResult:
         return Measured(self.work, self.timing, roofline) if self.work and self.timing else None
 
     def to_dict(self, roofline: Roofline | None) -> dict[str, Any]:
+        gate = self.gate
         result: dict[str, Any] = {
-            "kernel": self.name,
-            "passed": self.gate.passed,
-            "error": self.gate.error,
-            "tolerance": self.tolerance,
-            "reason": self.gate.reason,
-        }
+            "kernel": self.name, "passed": gate.passed, "error": gate.error, "tolerance": self.tolerance,
+            "reason": gate.reason,
+        }  # fmt: skip
         if roofline and (measured := self.measured(roofline)):
             timing = measured.timing
             ms = {
@@ -136,15 +136,14 @@ def use_interpreter() -> None:
 
 
 def load_cases() -> list[KernelCase]:
-    """Every case of every file in bench/cases/, in the order of their names. Raises RedraftError without Triton."""
-    from redraft.bench import cases
+    """Every case, in the order of their names. Raises RedraftError without Triton."""
     from redraft.kernels.launch import HAS_TRITON
 
     if not HAS_TRITON:
         raise RedraftError("the kernels need Triton, which is not installed; torch's operations run in their place")
+    from redraft.bench.cases import attention, feed_forward, norms, sampling
 
-    modules = sorted(m.name for m in pkgutil.iter_modules(cases.__path__))
-    found = [case for name in modules for case in importlib.import_module(f"{cases.__name__}.{name}").CASES]
+    found = [*attention.CASES, *feed_forward.CASES, *norms.CASES, *sampling.CASES]
     return sorted(found, key=lambda case: case.name)
 
 
@@ -178,21 +177,16 @@ def _bench(case: KernelCase, scale: Scale, seed: int, compile_stock: bool) -> Ke
         problem = case.build(scale, generator, {})
         gate = check(problem)
     except Exception as e:  # a kernel may fail to compile or to launch in many ways: that is its result, not the end
-        return KernelResult(case.name, Gate(False, float("inf"), _first_line(e)), None)
+        reason = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '').strip()}"
+        return KernelResult(case.name, Gate(False, float("inf"), reason[:300]), None)
     if not gate.passed or scale.device.type != "cuda":
         return KernelResult(case.name, gate, problem.tolerance)
     problems = copies(case, scale, generator, problem, {})
     timing = time_problems(problems, scale.device)
     stock = [p.stock for p in problems if p.stock is not None]
-    return KernelResult(
-        case.name,
-        gate,
-        problem.tolerance,
-        problem.work,
-        timing,
-        stock_ms=_rival_ms(stock, scale.device),
-        compiled_ms=_rival_ms(stock[:2], scale.device, compiled=True) if compile_stock and problem.compiles else None,
-    )
+    stock_ms = _rival_ms(stock, scale.device)
+    compiled_ms = _rival_ms(stock[:2], scale.device, compiled=True) if compile_stock and problem.compiles else None
+    return KernelResult(case.name, gate, problem.tolerance, problem.work, timing, stock_ms, compiled_ms)
 
 
 def _rival_ms(calls: Sequence[Callable[[], object]], device: torch.device, compiled: bool = False) -> float | None:
@@ -211,7 +205,7 @@ def time_problems(problems: list[Problem], device: torch.device) -> Timing:
 
 
 def copies(
-    case: KernelCase, scale: Scale, generator: torch.Generator, first: Problem, changes: Mapping[str, Any]
+    case: KernelCase, scale: Scale, generator: torch.Generator, first: Problem, changes: Changes
 ) -> list[Problem]:
     """Enough problems of a case that their data exceed the L2 cache."""
     cache = torch.cuda.get_device_properties(scale.device).L2_cache_size
@@ -223,8 +217,7 @@ def check(problem: Problem) -> Gate:
     """Run twice on poisoned outputs; compare with the reference, and the second run with the first."""
     problem.reset()
     reference = problem.reference()
-    first = _run(problem)
-    second = _run(problem)
+    first, second = _run(problem), _run(problem)
     for name, got in first.items():
         if not torch.equal(got.nan_to_num(), second[name].nan_to_num()):
             return Gate(False, float("inf"), f"{name}: a second run gave other bits")
@@ -232,13 +225,12 @@ def check(problem: Problem) -> Gate:
     for name, expected in reference.items():
         got = first[name]
         if not got.is_floating_point():
-            wrong = int((got.long() != expected.long()).sum())
-            if wrong:
+            if wrong := int((got.long() != expected.long()).sum()):
                 return Gate(False, float("inf"), f"{name}: {wrong} of {got.numel()} integers differ")
-            continue
-        if not bool((got.isfinite() == expected.isfinite()).all()):
+        elif not torch.equal(got.isfinite(), expected.isfinite()):
             return Gate(False, float("inf"), f"{name}: not finite where the reference is, or the other way round")
-        error = max(error, relative_error(got, expected))
+        else:
+            error = max(error, relative_error(got, expected))
         if error > problem.tolerance:
             return Gate(False, error, f"{name}: relative error {error:.2e} exceeds {problem.tolerance:.2e}")
     return Gate(True, error)
@@ -255,12 +247,9 @@ def _run(problem: Problem) -> Tensors:
     """Copies of the outputs after one run on poison."""
     problem.reset()
     for name, tensor in problem.outputs.items():
-        if name not in problem.inplace:
+        if name in problem.starts:
+            tensor.copy_(problem.starts[name])
+        else:
             tensor.fill_(float("nan") if tensor.is_floating_point() else POISON_INT)
     problem.run()
     return {name: tensor.clone() for name, tensor in problem.outputs.items()}
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}"[:300]

@@ -3,8 +3,6 @@
 Data are random, never zeros: hardware may compress or power-gate zeros. Buffers exceed the caches several times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,19 +46,11 @@ class Probe:
 
 def probe(device: torch.device, seconds: float = 0.3) -> Probe:
     """Measure a device; `seconds` is about what each figure may take."""
-    copy, read = _bandwidth(device, seconds)
-    result = Probe(
-        device=device_name(device),
-        copy_gbps=copy,
-        read_gbps=read,
-        matmul_tflops=_matmuls(device, seconds),
-        launch_us=_launch_us(device, seconds),
-        graph_launch_us=_launch_us(device, seconds, graph=True) if device.type == "cuda" else None,
-        roofline_dtype=_short(default_dtype(device)),
-    )
+    bandwidth, products, launch = _bandwidth(device, seconds), _matmuls(device, seconds), _launch_us(device, seconds)
+    in_graph = _launch_us(device, seconds, graph=True) if device.type == "cuda" else None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what is measured next gets the memory back
-    return result
+    return Probe(device_name(device), *bandwidth, products, launch, in_graph, _short(default_dtype(device)))
 
 
 def _bandwidth(device: torch.device, seconds: float) -> tuple[float, float]:
@@ -88,15 +78,11 @@ def _matmuls(device: torch.device, seconds: float) -> dict[str, float]:
     rates = {}
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
         rates[_short(dtype)] = rate(partial(torch.mm, a.to(dtype), b.to(dtype)))
-    if _has_fp8(device):
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if nvidia and torch.cuda.get_device_capability(device) >= (8, 9):  # FP8 tensor cores: Ada, Hopper and later
         x, y, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=device)
         rates[FP8] = rate(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16))
     return rates
-
-
-def _has_fp8(device: torch.device) -> bool:
-    """NVIDIA's FP8 tensor cores: Ada, Hopper and later."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _launch_us(device: torch.device, seconds: float, graph: bool = False) -> float:

@@ -4,8 +4,6 @@ Amdahl's bound of a part: were it free, a pass would take the rest, and be pass 
 while at least one of its operations runs; that time comes from the profiler, the pass's from a run without it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -71,11 +69,8 @@ def device_activity(step: DenoiseStep, device: torch.device) -> DeviceActivity |
         for _ in range(PROFILED_PASSES):
             step.run_pass()
         synchronize(device)
-    spans = [
-        (str(event.name), float(event.time_range.start), float(event.time_range.end))
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(str(event.name), float(event.time_range.start), float(event.time_range.end)) for event in events]
     return summarise(spans, PROFILED_PASSES)
 
 
@@ -96,14 +91,11 @@ def summarise(spans: Iterable[tuple[str, float, float]], passes: int) -> DeviceA
 
 def to_dict(step: StepResult, activity: DeviceActivity | None) -> dict[str, Any]:
     """The JSON of a profile: that of the step, the bounds, and the GPU's activity where there is a GPU."""
-    result = step.to_dict()
-    result["amdahl"] = {b.name: {"ms": b.ms, "left_ms": b.left_ms, "speedup": b.speedup} for b in amdahl(step)}
-    if activity is None:
-        return {**result, "gpu": None}
-    gpu = {
+    bounds = {b.name: {"ms": b.ms, "left_ms": b.left_ms, "speedup": b.speedup} for b in amdahl(step)}
+    gpu = activity and {
         "busy_ms": activity.busy_ms,
         "busy_share": activity.busy_ms / step.pass_ms,
         "operations_per_pass": activity.count,
         "operations": [asdict(operation) for operation in activity.operations],
     }
-    return {**result, "gpu": gpu}
+    return {**step.to_dict(), "amdahl": bounds, "gpu": gpu}

@@ -18,12 +18,11 @@ from redraft.bench.passes import random_tokens
 from redraft.bench.step import Arm
 from redraft.bench.timing import wall_ms
 from redraft.config import ModelConfig, check_choice
+from redraft.engine.engine import Engine
 from redraft.errors import RedraftError
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
-
-    from redraft.engine.engine import Engine
 
 RIVALS = ("transformers", "transformers-compiled")
 BASE_PASSES = 2
@@ -75,15 +74,9 @@ class TransformersArm:
 
     def _generate(self, passes: int) -> float:
         """Milliseconds of one canvas of `passes` passes."""
-        length = self.model.config.canvas_length
-
-        def run() -> None:
-            self.model.generate(
-                input_ids=self.prompt, max_new_tokens=length, max_denoising_steps=passes, **self.options
-            )
-
+        given = {"max_new_tokens": self.model.config.canvas_length, "max_denoising_steps": passes, **self.options}
         torch.manual_seed(0)
-        return wall_ms(run, self.prompt.device)
+        return wall_ms(lambda: self.model.generate(input_ids=self.prompt, **given), self.prompt.device)
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DiffusionGemmaForBlockDiffusion:
@@ -111,10 +104,11 @@ def transformers_config(config: ModelConfig) -> DiffusionGemmaConfig:
 
     sliding = next((layer for layer in config.layers if layer.kind == "sliding"), config.layers[0])
     full = config.layers[-1]
-    text: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+    alike = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_experts", "top_k_experts", "moe_intermediate_size",
+        "sliding_window", "max_position_embeddings",
+    )  # fmt: skip
+    text: dict[str, Any] = {name: getattr(config, name) for name in alike} | {
         "num_hidden_layers": config.num_layers,
         "layer_types": [f"{layer.kind}_attention" for layer in config.layers],
         "num_attention_heads": config.num_heads,
@@ -122,11 +116,6 @@ def transformers_config(config: ModelConfig) -> DiffusionGemmaConfig:
         "head_dim": sliding.head_dim,
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.num_kv_heads,
-        "num_experts": config.num_experts,
-        "top_k_experts": config.top_k_experts,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "sliding_window": config.sliding_window,
-        "max_position_embeddings": config.max_position_embeddings,
     }
     vision = Gemma4VisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,

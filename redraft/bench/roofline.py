@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from redraft.bench.timing import Timing
 from redraft.errors import RedraftError, UsageError
 from redraft.files import replacing
-
-if TYPE_CHECKING:
-    from redraft.bench.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,9 @@ class Measured:
     def rates(self) -> dict[str, float]:
         """What the time means, without the time."""
         return {
-            "bytes": self.work.bytes,
-            "flops": self.work.flops,
-            "gbps": self.gbps,
-            "tflops": self.tflops,
-            "floor_ms": self.floor_ms,
-            "share_of_roofline": self.share,
-        }
+            "bytes": self.work.bytes, "flops": self.work.flops, "gbps": self.gbps, "tflops": self.tflops,
+            "floor_ms": self.floor_ms, "share_of_roofline": self.share,
+        }  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.timing.to_dict(), **self.rates()}
@@ -137,18 +131,13 @@ def plot_roofline(path: Path, roofline: Roofline, points: Mapping[str, Measured]
     axes.plot([low, roofline.ridge, high], [low * roofline.gbps / 1e3, roofline.tflops, roofline.tflops], color="black")
     for name, point in points.items():
         x = point.work.intensity or low
-        y = x * point.gbps / 1e3
-        (dot,) = axes.plot(x, y, "o")
-        label = f"{name}: {point.share:.0%}"
-        axes.annotate(
-            label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8, color=dot.get_color()
-        )  # fmt: skip
+        at, label = (x, x * point.gbps / 1e3), f"{name}: {point.share:.0%}"
+        (dot,) = axes.plot(*at, "o")
+        axes.annotate(label, at, xytext=(5, 3), textcoords="offset points", fontsize=8, color=dot.get_color())
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
     axes.grid(True, which="both", alpha=0.2)
-    axes.text(
-        0.02, 0.97, f"measured: {roofline.gbps:,.0f} GB/s, {roofline.tflops:,.1f} TFLOP/s, ridge {roofline.ridge:,.0f}",
-        transform=axes.transAxes, va="top",
-    )  # fmt: skip
+    limits = f"{roofline.gbps:,.0f} GB/s, {roofline.tflops:,.1f} TFLOP/s, ridge {roofline.ridge:,.0f}"
+    axes.text(0.02, 0.97, f"measured: {limits}", transform=axes.transAxes, va="top")
     save_figure(figure, path)
 
 

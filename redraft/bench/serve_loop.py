@@ -4,24 +4,20 @@ A request is a prompt of random tokens and an answer of fixed length in a fixed 
 alone shows. Times count from its arrival: waiting for a slot is part of them.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redraft.bench.passes import random_tokens
 from redraft.bench.timing import percentile
 from redraft.config import DecodeSettings
 from redraft.decode.rule import DEFAULT_RULE, find_rule
+from redraft.engine.engine import Engine
 from redraft.engine.events import Draft, Result
 from redraft.engine.loop import Loop, Request
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 
 @dataclass(frozen=True)

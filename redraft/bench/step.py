@@ -4,26 +4,21 @@ A pass is timed as a wall-clock mean over consecutive passes, launches and waits
 the parts do not add up to is reported as gaps: launches and waiting where it is positive, overlap where it is negative.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from redraft.bench.passes import DenoiseStep
+from redraft.bench.passes import DenoiseStep, FusedStep, ReferenceStep
 from redraft.bench.probe import Probe
-from redraft.bench.reference_step import ReferenceStep
 from redraft.bench.roofline import Measured, Work
 from redraft.bench.timing import Timing, interleave, measure, wall_ms
 from redraft.bench.work import PARTS, Shapes, encode_work, pass_work
 from redraft.device import peak_bytes, reset_peak
+from redraft.engine.engine import Engine
 from redraft.network.arena import check_context
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 OURS = "redraft"
 PARTS_SECONDS = 0.3  # spent on each part
@@ -36,8 +31,6 @@ def open_step(engine: Engine, batch: int, prompt_tokens: int, seed: int = 0, slo
     """
     check_context(engine.config, prompt_tokens, engine.config.canvas_length)
     if engine.fused is not None and engine.tier == "turbo":
-        from redraft.bench.fused_step import FusedStep
-
         return FusedStep(engine.fused, batch, prompt_tokens, seed, slots)
     return ReferenceStep(engine.model, batch, prompt_tokens, seed)
 
@@ -47,11 +40,9 @@ class Arm(Protocol):
 
     def ms_per_pass(self, passes: int) -> float:
         """Wall-clock milliseconds of one pass, from `passes` consecutive ones."""
-        ...
 
     def details(self) -> dict[str, Any]:
         """Further figures of this run, such as versions and the time of an encode."""
-        ...
 
 
 class StepArm:
@@ -107,17 +98,9 @@ class StepResult:
 
 
 def bench_step(
-    engine: Engine,
-    probe: Probe,
-    *,
-    prompt_tokens: int,
-    batch: int,
-    passes: int,
-    rounds: int,
-    slots: int = 0,
-    rivals: Mapping[str, Callable[[], Arm]] | None = None,
-    progress: Callable[[str], object] = lambda doing: None,
-) -> StepResult:
+    engine: Engine, probe: Probe, *, prompt_tokens: int, batch: int, passes: int, rounds: int, slots: int = 0,
+    rivals: Mapping[str, Callable[[], Arm]] | None = None, progress: Callable[[str], object] = lambda doing: None,
+) -> StepResult:  # fmt: skip
     """Time passes of `engine` and of every rival, interleaved in `rounds` of `passes`, then our parts one by one.
 
     Rivals are built after our own peak of memory was read; one that fails is named in `failed`, with the reason.
@@ -129,8 +112,16 @@ def bench_step(
     ours = StepArm(step, device)
     ours.ms_per_pass(passes)  # warm-up, and the peak of a whole run
     peak = peak_bytes(device)
-    others, failed = _build(rivals or {}, progress)
-    arms: dict[str, Arm] = {OURS: ours, **others}
+    arms: dict[str, Arm] = {OURS: ours}
+    failed = {}
+    for name, build in (rivals or {}).items():
+        progress(f"preparing {name}, which may compile for minutes")
+        try:
+            arm = build()
+            arm.ms_per_pass(1)
+            arms[name] = arm
+        except Exception as e:  # another's code, compilers included, may raise anything
+            failed[name] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
     progress(f"timing passes of {', '.join(arms)}")
     times = interleave({name: partial(arm.ms_per_pass, passes) for name, arm in arms.items()}, rounds)
     progress("timing the parts of a pass")
@@ -141,30 +132,7 @@ def bench_step(
         for name in PARTS
     }
     one = encode_work(shapes, prompt_tokens)
-    return StepResult(
-        arms=times,
-        details={name: arm.details() for name, arm in arms.items()},
-        failed=failed,
-        parts=parts,
-        encode=Measured(
-            Work(one.bytes, one.flops * batch), measure(step.run_encode, device, seconds=PARTS_SECONDS), roofline
-        ),
-        weight_bytes=engine.weight_bytes,
-        peak_bytes=peak,
-    )
-
-
-def _build(
-    rivals: Mapping[str, Callable[[], Arm]], progress: Callable[[str], object]
-) -> tuple[dict[str, Arm], dict[str, str]]:
-    """Rivals that ran a pass, and why the others did not."""
-    arms, failed = {}, {}
-    for name, build in rivals.items():
-        progress(f"preparing {name}, which may compile for minutes")
-        try:
-            arm = build()
-            arm.ms_per_pass(1)
-            arms[name] = arm
-        except Exception as e:  # another's code, compilers included, may raise anything
-            failed[name] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-    return arms, failed
+    encoding = measure(step.run_encode, device, seconds=PARTS_SECONDS)
+    encode = Measured(Work(one.bytes, one.flops * batch), encoding, roofline)
+    details = {name: arm.details() for name, arm in arms.items()}
+    return StepResult(times, details, failed, parts, encode, engine.weight_bytes, peak)

@@ -1,12 +1,10 @@
 """Timing: warm-up, then medians; on a GPU by events, and as a CUDA graph where launches would be timed instead."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -29,7 +27,7 @@ class Timing:
     graph: bool = False
 
     @classmethod
-    def of(cls, samples: Sequence[float], graph: bool = False) -> Timing:
+    def of(cls, samples: Sequence[float], graph: bool = False) -> Self:
         median, low, high = (percentile(samples, q) for q in (50, 10, 90))
         return cls(median, low, high, len(samples), graph)
 

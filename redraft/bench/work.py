@@ -2,24 +2,24 @@
 
 Activations cross between parts once, in the compute dtype; logits are written by the head and read by the sampling and
 by the next pass's self-conditioning. What an implementation moves beyond that counts against it.
+
+Whole answers, by diffusion and token by token, cost their passes after the prompts were read, each over the rows that
+still had an answer to find. A canvas visits about every expert; the few rows of a token step do not, and the experts
+that they read are taken from their routing.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Self
 
 from redraft.bench.roofline import Work
 from redraft.config import LayerConfig, ModelConfig, QuantSpec
+from redraft.engine.engine import Engine
 from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.store.dg_w4a16 import packed_bytes
 
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
-
-PARTS = (
-    "embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling"
-)  # fmt: skip
+PARTS = ("embed", "self-conditioning", "attention", "dense", "router", "experts", "norms", "head", "sampling")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shapes:
     itemsize: int
 
     @classmethod
-    def of(cls, engine: Engine) -> Shapes:
+    def of(cls, engine: Engine) -> Self:
         return cls(engine.config, expert_spec(engine), engine.dtype.itemsize)
 
     @property
@@ -49,10 +49,8 @@ def expert_spec(engine: Engine) -> QuantSpec | None:
         return None
     if not isinstance(experts, PackedExperts):
         return experts.spec
-    config = engine.config
-    return QuantSpec(
-        config.hidden_size // experts.gu_s.shape[-1], config.moe_intermediate_size // experts.dn_s.shape[-1]
-    )
+    hidden, inner = engine.config.hidden_size, engine.config.moe_intermediate_size
+    return QuantSpec(hidden // experts.gu_s.shape[-1], inner // experts.dn_s.shape[-1])
 
 
 def pass_work(shapes: Shapes, batch: int, prefix: int) -> dict[str, Work]:
@@ -90,6 +88,56 @@ def encode_work(shapes: Shapes, tokens: int) -> Work:
     return total
 
 
+def denoise_passes(
+    prompts: Sequence[int], steps: Sequence[Sequence[int]], length: int, lockstep: bool
+) -> list[list[int]]:
+    """For each pass of a batch, the committed tokens of every request that it moved on.
+
+    prompts: tokens of each request; steps: its passes by canvas of `length` tokens. lockstep: requests begin every
+    canvas together, as on the reference network; in slots each goes on at its own pace.
+    """
+    longest = [max(canvas) for canvas in zip_longest(*steps, fillvalue=0)]
+    rows: list[list[int | None]] = []
+    for prompt, own in zip(prompts, steps, strict=True):
+        row: list[int | None] = []
+        for canvas, count in enumerate(own):
+            waits = longest[canvas] - count if lockstep else 0
+            row += [prompt + canvas * length] * count + [None] * waits
+        rows.append(row)
+    return [[prefix for prefix in column if prefix is not None] for column in zip_longest(*rows)]
+
+
+def diffusion_work(shapes: Shapes, passes: Sequence[list[int]], steps: Sequence[Sequence[int]], lockstep: bool) -> Work:
+    """Work of the passes that `denoise_passes` gives for these steps, and of the commits between canvases."""
+    denoising = Work.total(w for prefixes in passes for w in pass_work(shapes, len(prefixes), _mean(prefixes)).values())
+    one = encode_work(shapes, shapes.config.canvas_length)
+    commits = sum(len(own) - 1 for own in steps)
+    reads = max(map(len, steps)) - 1 if lockstep else commits
+    return denoising + Work(one.bytes * reads, one.flops * commits)
+
+
+def autoregressive_work(shapes: Shapes, passes: Sequence[list[int]], experts: Sequence[int]) -> Work:
+    """Work of steps of one token. experts: distinct ones that each step visits, over all layers together."""
+    return Work.total(
+        step_work(shapes, len(own), _mean(own), visited) for own, visited in zip(passes, experts, strict=True)
+    )
+
+
+def step_work(shapes: Shapes, batch: int, prefix: int, experts: int) -> Work:
+    """Work of one token of `batch` requests over `prefix` committed tokens each, head and argmax included."""
+    config = shapes.config
+    parts = pass_work(replace(shapes, config=replace(config, canvas_length=1)), batch, prefix)
+    del parts["self-conditioning"]
+    parts["sampling"] = Work(parts["sampling"].bytes, batch * config.vocab_size)  # the argmax
+    hidden = 2 * config.num_layers * batch * config.hidden_size * shapes.itemsize
+    parts["experts"] = Work(experts * shapes.expert_bytes + hidden, parts["experts"].flops)
+    return Work.total(parts.values())
+
+
+def _mean(prefixes: Sequence[int]) -> int:
+    return round(sum(prefixes) / len(prefixes))
+
+
 def _mlp(shapes: Shapes, rows: int) -> Work:
     """The dense MLP of one layer, its weights alone in bytes."""
     weights = 3 * shapes.config.hidden_size * shapes.config.intermediate_size
@@ -118,6 +166,5 @@ def _experts(shapes: Shapes, rows: int) -> Work:
     config = shapes.config
     h, slots = config.hidden_size, rows * config.top_k_experts
     visited = min(config.num_experts, slots) * shapes.expert_bytes
-    return (
-        Work(visited + 2 * rows * h * shapes.itemsize, 6 * slots * h * config.moe_intermediate_size) * config.num_layers
-    )
+    layer = Work(visited + 2 * rows * h * shapes.itemsize, 6 * slots * h * config.moe_intermediate_size)
+    return layer * config.num_layers

@@ -4,8 +4,6 @@ A subcommand is a module here with a function `command`, or with a typer group `
 Modules import torch and the engine inside functions, so that `--help` and a mistyped option answer at once.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io
@@ -33,13 +31,14 @@ COMMANDS = (
 _TyperUsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class _Interrupted(RedraftError):
-    """Ctrl-C, reported like any other end: 128 + SIGINT."""
+class HelpfulGroup(TyperGroup):
+    """A command of subcommands; alone it prints its help."""
 
-    exit_code = 130
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
 
-class _LazyGroup(TyperGroup):
+class _LazyGroup(HelpfulGroup):
     """The group `redraft`: knows its subcommands by name and imports a module only when it is used."""
 
     commands: Any
@@ -52,21 +51,11 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"redraft.cli.{cmd_name.replace('-', '_')}")
-        if not hasattr(module, "command"):
-            return typer.main.get_command(module.app)
+        if hasattr(module, "app"):
+            return typer.main.get_group(module.app)
         app = typer.Typer(add_completion=False)
         app.command(cmd_name)(module.command)
         return typer.main.get_command(app)
-
-    def invoke(self, ctx: Any) -> Any:
-        # Here and not in main(), because typer would turn both into an exit of its own.
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise _Interrupted("interrupted") from None
-        except BrokenPipeError:
-            _drop_unwritable_output()
-            raise typer.Exit(1) from None
 
 
 def _print_version(value: bool) -> None:
@@ -75,16 +64,17 @@ def _print_version(value: bool) -> None:
         raise typer.Exit()
 
 
+app = typer.Typer(cls=_LazyGroup, add_completion=False)
+
+
+@app.callback()
 def _root(
-    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors. Accepted anywhere.")] = False,
 ) -> None:
     """DiffusionGemma, a language model that rewrites a canvas of tokens, with 4-bit experts."""
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,13 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     debug, args = _take_debug(sys.argv[1:] if argv is None else argv)
     _tolerate_unencodable_output()
-    app = typer.Typer(cls=_LazyGroup, add_completion=False)
-    app.callback(invoke_without_command=True)(_root)
     try:
-        code = typer.main.get_command(app)(args=args, prog_name="redraft", standalone_mode=False)
-        sys.stdout.flush()  # here, so that a full disk or a closed pipe behind stdout is reported and not lost
-        return code or 0
-    except Exception as e:
+        return _run(args)
+    except (Exception, KeyboardInterrupt) as e:
         _drop_unwritable_output()
         if isinstance(e, BrokenPipeError):
             return 1
@@ -110,8 +96,22 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
 
-def _explain(e: Exception) -> tuple[str, int]:
+def _run(args: list[str]) -> int:
+    """What typer's own `main` does, without its handling of errors, Ctrl-C and closed pipes."""
+    group = typer.main.get_command(app)
+    try:
+        with group.make_context("redraft", args) as ctx:
+            code = group.invoke(ctx)
+    except typer.Exit as e:
+        code = e.exit_code
+    sys.stdout.flush()  # here, so that a full disk or a closed pipe behind stdout is reported and not lost
+    return code or 0
+
+
+def _explain(e: BaseException) -> tuple[str, int]:
     """One line and the exit code for an exception."""
+    if isinstance(e, KeyboardInterrupt):
+        return "interrupted", 130  # 128 + SIGINT
     if isinstance(e, RedraftError):
         return _one_line(str(e)), e.exit_code
     if isinstance(e, _TyperUsageError):

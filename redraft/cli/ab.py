@@ -22,27 +22,22 @@ ARMS_HELP = (
     "bf16, w4, w4-off, w4-bitexact, w4-turbo (transformers' generate), engine-bf16, engine-w4, a tier, "
     "entropy_bound=0.2, w4+entropy_bound=0.2, a checkpoint. The first is the baseline."
 )
+TASKS_HELP = "Tasks of redraft eval, such as gsm8k,humaneval."
+FIXED_STEPS_HELP = "Exactly N passes for every canvas, no early stop."
+IN_PLACE_HELP = "One set of weights at a time, as when memory does not suffice for all."
 OUT_HELP = "The report's directory, ab-MODEL by default; resumes what is there."
 
 
 def command(
     model: options.Model,
     arms: Annotated[str, typer.Option("--arms", metavar="A,B,...", help=ARMS_HELP)] = "bf16,w4",
-    tasks: Annotated[
-        str, typer.Option("--tasks", metavar="NAME,...", help="Tasks of redraft eval, such as gsm8k,humaneval.")
-    ] = "everyday",
+    tasks: Annotated[str, typer.Option("--tasks", metavar="NAME,...", help=TASKS_HELP)] = "everyday",
     data: options.Data = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Questions per task, from the first.")] = 50,
-    fixed_steps: Annotated[
-        int | None,
-        typer.Option("--fixed-steps", metavar="N", min=1, help="Exactly N passes for every canvas, no early stop."),
-    ] = None,
+    fixed_steps: Annotated[int | None, typer.Option("--fixed-steps", metavar="N", min=1, help=FIXED_STEPS_HELP)] = None,
     seed: options.Seed = 0,
     max_new_tokens: options.MaxNewTokens = None,
-    in_place: Annotated[
-        bool,
-        typer.Option("--in-place", help="One set of weights at a time, as when memory does not suffice for all."),
-    ] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help=IN_PLACE_HELP)] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=OUT_HELP)] = None,
     device: options.Device = None,
     json_output: options.Json = False,
@@ -56,7 +51,7 @@ def command(
     from redraft.evaluate.results import Folder
     from redraft.tables import Table
 
-    shared = options.decode_settings(seed, max_new_tokens, None, None)
+    shared = options.Decoding(seed=seed, max_new_tokens=max_new_tokens).settings()
     check_matplotlib("redraft ab")
     with quiet_libraries():
         comparison = Comparison(
@@ -88,25 +83,23 @@ def _answers(comparison: Comparison, folder: Folder) -> list[Record]:
     from redraft.cli.common import error_console
 
     disable_progress_bar()
-    finished = folder.finished()
-    if finished is not None:
+    if (finished := folder.finished()) is not None:
         print(f"redraft: note: {folder.path} is complete; its report is written again", file=sys.stderr)
         return finished
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = error_console()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar = progress.add_task("loading", total=None)
+
+    def told(record: Record, done: int, total: int) -> None:
+        progress.update(bar, completed=done, total=total, description=f"{record.arm}: {record.id}")
+
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("loading", total=None)
-
-            def told(record: Record, done: int, total: int) -> None:
-                progress.update(bar, completed=done, total=total, description=f"{record.arm}: {record.id}")
-
+        with progress:
             return comparison.run(folder, told)
     except torch.OutOfMemoryError:
-        raise RedraftError(
-            f"{comparison.device} ran out of memory; --in-place and another --out keep one set of weights at a time"
-        ) from None
+        advice = "--in-place and another --out keep one set of weights at a time"
+        raise RedraftError(f"{comparison.device} ran out of memory; {advice}") from None
     except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted; answers are kept in {folder.path}, the same command goes on from there"
-        ) from None
+        kept = f"answers are kept in {folder.path}, the same command goes on from there"
+        raise Interrupted(f"interrupted; {kept}") from None

@@ -1,43 +1,34 @@
 """`redraft chat`: a conversation, turn by turn."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 from redraft.cli import options
+from redraft.cli.common import answer, print_facts
 from redraft.config import check_seed
 from redraft.errors import RedraftError, UsageError
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
 
 HELP = "/reset forgets the conversation, /seed N changes the seed, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
 @options.grouped
 def command(
-    *,
-    model: options.Model,
-    system: options.System = None,
-    decoding: options.Decoding,
-    loading: options.Loading,
+    *, model: options.Model, system: options.System = None, decoding: options.Decoding, loading: options.Loading,
     json_output: options.Json = False,
-) -> int:
+) -> int:  # fmt: skip
     """Talk with a model; it remembers the turns before. Lines of a piped stdin are turns. /help lists commands."""
-    settings = decoding.settings()
-    return Chat(loading.engine(model), model, system, decoding.seed, settings, json_output).run()
+    return Chat(model, system, decoding, loading, json_output).run()
 
 
 class Chat:
     """The conversation and its commands. A turn that fails is taken back, and the chat goes on."""
 
     def __init__(
-        self, engine: Engine, model: str, system: str | None, seed: int, settings: dict[str, Any], json_output: bool
+        self, model: str, system: str | None, decoding: options.Decoding, loading: options.Loading, json_output: bool
     ) -> None:
-        self.engine, self.model, self.seed, self.settings = engine, model, seed, settings
-        self.json_output = json_output
+        self.model, self.json_output = model, json_output
+        self.seed, self.settings = decoding.seed, decoding.settings()
+        self.engine = loading.engine(model)
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.exit_code = 0
@@ -49,30 +40,31 @@ class Chat:
             with suppress(ImportError):  # arrow keys and history, where Python was built with readline
                 import readline  # noqa: F401
             print(HELP, file=sys.stderr)
-        while (line := self._read(interactive)) is not None and line not in ("/exit", "/quit"):
+        while True:
             try:
+                line = self._read(interactive)
+                if line in ("/exit", "/quit"):
+                    return 0 if interactive else self.exit_code
                 self._handle(line)
             except RedraftError as e:
                 print(f"redraft: error: {e}", file=sys.stderr)
                 self.exit_code = e.exit_code
-        return 0 if interactive else self.exit_code
 
-    def _read(self, interactive: bool) -> str | None:
-        """The next line, or None at the end of input."""
-        while True:
-            try:
-                return input("> " if interactive else "").strip()
-            except EOFError:
-                if interactive:
-                    print(file=sys.stderr)
-                return None
-            except UnicodeDecodeError:
-                print("redraft: error: that line is not text in the terminal's encoding", file=sys.stderr)
-                self.exit_code = UsageError.exit_code
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+    def _read(self, interactive: bool) -> str:
+        """The next line, or /exit at the end of input. Raises UsageError."""
+        try:
+            return input("> " if interactive else "").strip()
+        except EOFError:
+            if interactive:
+                print(file=sys.stderr)
+            return "/exit"
+        except UnicodeDecodeError:
+            raise UsageError("that line is not text in the terminal's encoding") from None
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+            return ""
 
     def _handle(self, line: str) -> None:
         name, _, rest = line.partition(" ")
@@ -88,8 +80,6 @@ class Chat:
             self._turn(line)
 
     def _turn(self, text: str) -> None:
-        from redraft.cli.common import answer, describe, on_terminal, print_figures, print_json
-
         turn = {"role": "user", "content": text}
         try:
             result = answer(self.engine, [*self.messages, turn], self.seed, self.settings, quiet=self.json_output)
@@ -103,7 +93,4 @@ class Chat:
                 raise
             raise UsageError(f"{e}; or /reset forgets the turns before") from None
         self.messages += [turn, {"role": "assistant", "content": result.text}]
-        if self.json_output:
-            print_json({**result.to_dict(), **describe(self.engine, self.model)})
-        elif on_terminal():
-            print_figures(result, self.engine)
+        print_facts(result, self.engine, self.model, self.json_output)

@@ -36,7 +36,9 @@ def command(*, decoding: options.Decoding, loading: FourBits, json_output: optio
     if json_output:
         print_json({"answers": answers, "sizes": sizes(), **describe(engine, "demo")})
     else:
-        print(size_table(sizes()))
+        for part, taken in sizes().items():
+            packed, plain = decimal(taken["w4"]), decimal(taken["bf16"])
+            print(f"{part:<7}  w4 {packed:>9}  BF16 {plain:>9}  ({taken['bf16'] / taken['w4']:.2f}x smaller)")
     if not all(a["correct"] for a in answers):
         raise RedraftError(f"{sum(not a['correct'] for a in answers)} of {len(answers)} answers are wrong")
 
@@ -66,11 +68,3 @@ def sizes() -> dict[str, dict[str, int]]:
     summary = summarize(open_model("demo"))
     parts = {"experts": summary["parts"]["experts"], "model": summary["total"]}
     return {name: {"bf16": part["bytes"], "w4": part["w4_bytes"]} for name, part in parts.items()}
-
-
-def size_table(sizes: dict[str, dict[str, int]]) -> str:
-    """A line per part: packed beside BF16."""
-    return "\n".join(
-        f"{name:<7}  w4 {decimal(s['w4']):>9}  BF16 {decimal(s['bf16']):>9}  ({s['bf16'] / s['w4']:.2f}x smaller)"
-        for name, s in sizes.items()
-    )

@@ -1,7 +1,5 @@
 """`redraft eval`: how often a model is right, how sure that figure is, and how fast it was."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,24 +10,21 @@ from redraft.cli import options
 
 DEFAULT_BATCH_SIZE = 8
 BATCH_SIZE_HELP = f"Items answered together: {DEFAULT_BATCH_SIZE}; 1 for everyday and where a batch shares one seed."
+TASK_HELP = "gsm8k, humaneval, math500, everyday, demo:NAME or demo:all."
+OUT_HELP = "Per-item results, JSON lines; an interrupted run resumes."
 
 
 @options.grouped
 def command(
     *,
     model: options.Model,
-    task: Annotated[
-        str, typer.Option("--task", metavar="NAME", help="gsm8k, humaneval, math500, everyday, demo:NAME or demo:all.")
-    ],
+    task: Annotated[str, typer.Option("--task", metavar="NAME", help=TASK_HELP)],
     data: options.Data = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Items per task, from the first.")] = 100,
     batch_size: Annotated[int | None, typer.Option("--batch-size", metavar="N", min=1, help=BATCH_SIZE_HELP)] = None,
     decoding: options.Decoding,
     loading: options.Loading,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Per-item results, JSON lines; an interrupted run resumes."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=OUT_HELP)] = None,
     json_output: options.Json = False,
 ) -> None:
     """Grade a model on a task: accuracy with a 95 % interval, speed, steps per canvas, time to answer."""
@@ -53,11 +48,8 @@ def command(
     size = batch_size or (DEFAULT_BATCH_SIZE if engine.tier == "turbo" and task != "everyday" else 1)
     prompts = {name: [q.item.prompt for q in questions if q.task.name == name] for name in tasks}
     console = error_console()
-    with (
-        Results(out, run_id({**about, "prompts": prompts})) as results,
-        quiet_libraries(),
-        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with Results(out, run_id({**about, "prompts": prompts})) as results, quiet_libraries(), progress:
         if reused := len(results.records):
             print(f"redraft: note: {reused} items are done already and are not run again", file=sys.stderr)
         bar = progress.add_task("", total=len(questions), completed=reused)

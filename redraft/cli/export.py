@@ -20,33 +20,24 @@ GROUP_SIZE = 64
 
 
 def command(
-    src: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="A checkpoint: a directory, a hub id, or 'demo'; BF16, or packed for --remote-code."
-        ),
-    ],
+    src: Annotated[str, typer.Argument(
+        metavar="SRC", help="A checkpoint: a directory, a hub id, or 'demo'; BF16, or packed for --remote-code."
+    )],
     dst: Target,
-    format_name: Annotated[
-        str | None, typer.Option("--format", metavar="|".join(FORMATS), help="What to write from a BF16 SRC.")
-    ] = None,
-    remote_code: Annotated[
-        bool,
-        typer.Option("--remote-code", help="Write a packed SRC with code that transformers runs without Redraft."),
-    ] = False,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            "--group-size", metavar="64|32", help="Weights per scale, 64 by default; 32 also splits over two GPUs."
-        ),
-    ] = None,
-    symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="No zero points: less accurate, and all that vLLM's expert layers take.")
-    ] = False,
-    overwrite: Overwrite = False,
-    device: Device = None,
-    json_output: Json = False,
-) -> None:
+    format_name: Annotated[str | None, typer.Option(
+        "--format", metavar="|".join(FORMATS), help="What to write from a BF16 SRC."
+    )] = None,
+    remote_code: Annotated[bool, typer.Option(
+        "--remote-code", help="Write a packed SRC with code that transformers runs without Redraft."
+    )] = False,
+    group_size: Annotated[int | None, typer.Option(
+        "--group-size", metavar="64|32", help="Weights per scale, 64 by default; 32 also splits over two GPUs."
+    )] = None,
+    symmetric: Annotated[bool, typer.Option(
+        "--symmetric", help="No zero points: less accurate, and all that vLLM's expert layers take."
+    )] = False,
+    overwrite: Overwrite = False, device: Device = None, json_output: Json = False,
+) -> None:  # fmt: skip
     """Write SRC to DST, with each expert's projections packed in 4 bits (--format), or with its code (--remote-code).
 
     Interrupted or out of disk space, the same command resumes after the last finished layer.

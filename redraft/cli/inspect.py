@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.options import Json, Model
+from redraft.config import ModelConfig, QuantSpec
+from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.config import ModelConfig, QuantSpec
     from redraft.store.read import CheckpointFiles
 
 CARDS_GB = (8, 12, 16, 24, 32, 48, 80, 141)
@@ -41,9 +42,6 @@ def summarize(files: CheckpointFiles) -> dict[str, Any]:
     `spec` and sizes in W4 are the checkpoint's own, else those of the published group sizes, or null if these do not
     divide.
     """
-    from redraft.config import QuantSpec
-    from redraft.errors import UsageError
-
     spec: QuantSpec | None
     spec, notes = files.spec or QuantSpec(), files.notes
     try:
@@ -51,62 +49,44 @@ def summarize(files: CheckpointFiles) -> dict[str, Any]:
     except UsageError as e:
         spec, notes = None, [*notes, f"no size in W4: {e}"]
     parts = _parts(files, spec)
+    total: dict[str, int | None] = {}
+    for key in ("tensors", "parameters", "bytes", "w4_bytes"):
+        values = [part[key] for part in parts.values()]
+        total[key] = None if None in values else sum(values)
     return {
-        "path": str(files.path),
-        "format": files.format,
-        "spec": None if spec is None else dataclasses.asdict(spec),
-        "shape": _shape(files.config),
-        "parts": parts,
-        "total": {key: _sum(parts.values(), key) for key in ("tensors", "parameters", "bytes", "w4_bytes")},
-        "cards_gb": CARDS_GB,
-        "fit": _fit(files, parts),
-        "notes": notes,
-    }
+        "path": str(files.path), "format": files.format, "spec": None if spec is None else dataclasses.asdict(spec),
+        "shape": _shape(files.config), "parts": parts, "total": total, "cards_gb": CARDS_GB,
+        "fit": _fit(files, parts), "notes": notes,
+    }  # fmt: skip
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
     kinds = {layer.kind: layer for layer in config.layers}
     return {
-        "hidden_size": config.hidden_size,
-        "layers": config.num_layers,
+        "hidden_size": config.hidden_size, "layers": config.num_layers,
         "full_attention_layers": [i for i, layer in enumerate(config.layers) if layer.kind == "full"],
-        "heads": config.num_heads,
-        "kv_heads": {kind: layer.num_kv_heads for kind, layer in kinds.items()},
+        "heads": config.num_heads, "kv_heads": {kind: layer.num_kv_heads for kind, layer in kinds.items()},
         "head_dim": {kind: layer.head_dim for kind, layer in kinds.items()},
-        "sliding_window": config.sliding_window,
-        "intermediate_size": config.intermediate_size,
-        "experts": config.num_experts,
-        "experts_per_token": config.top_k_experts,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "vocab_size": config.vocab_size,
-        "canvas_length": config.canvas_length,
-        "context": config.max_position_embeddings,
-    }
+        "sliding_window": config.sliding_window, "intermediate_size": config.intermediate_size,
+        "experts": config.num_experts, "experts_per_token": config.top_k_experts,
+        "moe_intermediate_size": config.moe_intermediate_size, "vocab_size": config.vocab_size,
+        "canvas_length": config.canvas_length, "context": config.max_position_embeddings,
+    }  # fmt: skip
 
 
 def _parts(files: CheckpointFiles, spec: QuantSpec | None) -> dict[str, dict[str, Any]]:
     """Per part: tensors (tied ones once), parameters, bytes as stored and in W4."""
     from redraft.store.dg_w4a16 import packed_bytes
-    from redraft.store.names import PARTS, part_of
 
     parts: dict[str, dict[str, Any]] = {}
-    for name, info in files.tensors.items():
-        part = parts.setdefault(part_of(name), {"tensors": 0, "parameters": 0, "bytes": 0, "w4_bytes": 0})
-        part["tensors"] += 1
-        part["bytes"] += info.nbytes
-        part["parameters"] += info.numel
-        part["w4_bytes"] += info.nbytes
-    config = files.config
-    parts["experts"]["parameters"] = (
-        3 * config.num_layers * config.num_experts * config.hidden_size * config.moe_intermediate_size
-    )
-    parts["experts"]["w4_bytes"] = None if spec is None else config.num_layers * packed_bytes(config, spec)
-    return {name: parts[name] for name in PARTS if name in parts}
-
-
-def _sum(parts: Any, key: str) -> int | None:
-    values = [part[key] for part in parts]
-    return None if None in values else sum(values)
+    for part, infos in files.parts.items():
+        parameters, size = sum(info.numel for info in infos), sum(info.nbytes for info in infos)
+        parts[part] = {"tensors": len(infos), "parameters": parameters, "bytes": size, "w4_bytes": size}
+    config, experts = files.config, parts["experts"]
+    matrix = config.hidden_size * config.moe_intermediate_size
+    experts["parameters"] = 3 * config.num_layers * config.num_experts * matrix
+    experts["w4_bytes"] = None if spec is None else config.num_layers * packed_bytes(config, spec)
+    return parts
 
 
 def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,20 +96,18 @@ def _fit(files: CheckpointFiles, parts: dict[str, dict[str, Any]]) -> list[dict[
     from redraft.network.arena import arena_bytes
 
     loaded = {name: part for name, part in parts.items() if name not in ("vision", "other")}
-    plain = 2 * sum(part["parameters"] for name, part in loaded.items() if name != "experts")
-    packed, experts = loaded["experts"]["w4_bytes"], 2 * loaded["experts"]["parameters"]
-    weights = {
-        "w4": None if packed is None else plain + packed,
-        "bf16": plain + experts if files.spec is None else None,  # a packed checkpoint has no BF16 experts to load
-    }
+    experts = loaded.pop("experts")
+    plain, packed = 2 * sum(part["parameters"] for part in loaded.values()), experts["w4_bytes"]
+    weights = {"w4": None if packed is None else plain + packed, "bf16": plain + 2 * experts["parameters"]}
+    if files.spec is not None:
+        weights["bf16"] = None  # a packed checkpoint has no BF16 experts to load
     rows = []
     for context in (c for c in CONTEXTS if c <= files.config.max_position_embeddings):
         arena = arena_bytes(files.config, 1, context, torch.bfloat16)
         totals = {form: None if size is None else size + arena for form, size in weights.items()}
-        cards = {
-            form: next((c for c in CARDS_GB if total <= c * 10**9), None) for form, total in totals.items() if total
-        }
-        rows.append({"context": context, "kv_bytes": arena, "bytes": totals, "smallest_card_gb": cards})
+        cards = {form: [c for c in CARDS_GB if total <= c * 10**9] for form, total in totals.items() if total}
+        smallest = {form: min(larger, default=None) for form, larger in cards.items()}
+        rows.append({"context": context, "kv_bytes": arena, "bytes": totals, "smallest_card_gb": smallest})
     return rows
 
 
@@ -140,17 +118,15 @@ def _print(summary: dict[str, Any]) -> None:
     console = output_console()
     console.print(f"{summary['path']}: {summary['format']}")
     console.print(Table(("shape", ""), [(key, _text(value)) for key, value in summary["shape"].items()]))
-    parts = {**summary["parts"], "total": summary["total"]}
-    rows = [
-        (name, str(p["tensors"]), f"{p['parameters']:,}", _megabytes(p["bytes"]), _megabytes(p["w4_bytes"]))
-        for name, p in parts.items()
-    ]
+    rows = []
+    for name, part in {**summary["parts"], "total": summary["total"]}.items():
+        sizes = _megabytes(part["bytes"]), _megabytes(part["w4_bytes"])
+        rows.append((name, part["tensors"], f"{part['parameters']:,}", *sizes))
     console.print(Table(("part", "tensors", "parameters", "stored MB", "W4 MB"), rows))
     columns = ("context", "KV MB", "W4 + KV MB", "BF16 + KV MB", *(f"{card} GB" for card in CARDS_GB))
     console.print(Table(columns, map(_fit_row, summary["fit"]), "What fits"))
-    console.print(
-        "Weights and KV arena of one sequence, GB = 10^9 bytes; a pass's workspace, mostly its logits, comes on top."
-    )
+    workspace = "a pass's workspace, mostly its logits, comes on top"
+    console.print(f"Weights and KV arena of one sequence, GB = 10^9 bytes; {workspace}.")
     for note in summary["notes"]:
         console.print(f"note: {note}")
 

@@ -4,22 +4,18 @@ A frame is the tail of the text that fits the terminal and a line of figures. No
 accepted for the first time are bold, accepted ones normal, open ones dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import groupby, takewhile
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from redraft.engine.events import Committed, Draft, Result
+from redraft.engine.events import Committed, Draft, Event, Result
 
 FRAME_SECONDS = 0.04  # passes of a GPU come faster than a terminal or an eye can follow
 
@@ -45,16 +41,15 @@ class DraftView:
         self._draft: Draft | None = None
         self._before: list[bool] = []  # positions accepted in the pass before
 
-    def draft(self, draft: Draft) -> None:
-        """Show one pass over the current canvas."""
-        same_canvas = self._draft is not None and self._draft.canvas == draft.canvas
-        self._before = self._draft.accepted if same_canvas and self._draft else [False] * len(draft.accepted)
-        self._draft = draft
-
-    def commit(self, committed: Committed) -> None:
-        """Put a finished canvas behind the text and forget its draft."""
-        self._committed += printable(committed.text)
-        self._draft = None
+    def update(self, event: Draft | Committed) -> None:
+        """Show one pass over the current canvas; put a finished canvas behind the text and forget its draft."""
+        if isinstance(event, Committed):
+            self._committed += printable(event.text)
+            self._draft = None
+            return
+        same_canvas = self._draft is not None and self._draft.canvas == event.canvas
+        self._before = self._draft.accepted if same_canvas and self._draft else [False] * len(event.accepted)
+        self._draft = event
 
     def text(self) -> Text:
         """Committed text and the canvas, each position in the style of its state."""
@@ -62,22 +57,16 @@ class DraftView:
         if self._draft is None:
             return text
         states = zip(self._draft.tokens, self._draft.accepted, self._before, strict=True)
-        for style, run in groupby(self._until_end(states), key=lambda state: _style(*state[1:])):
+        shown = takewhile(lambda state: not (state[1] and state[0] in self._end_tokens), states)
+        for style, run in groupby(shown, key=lambda state: _style(*state[1:])):
             piece = printable(self._decode([token for token, _, _ in run]))
             # A random newline would make the whole frame jump up and down.
             text.append(piece.replace("\n", " ") if style == "dim" else piece, style)
         return text
 
-    def _until_end(self, states: Iterable[tuple[int, bool, bool]]) -> Iterable[tuple[int, bool, bool]]:
-        for state in states:
-            if state[1] and state[0] in self._end_tokens:
-                return
-            yield state
-
     def _status(self) -> str:
-        if self._draft is None:
+        if (d := self._draft) is None:
             return "reading ..."
-        d = self._draft
         return (
             f"canvas {d.canvas + 1} · pass {d.step} · accepted {sum(d.accepted)}/{len(d.accepted)}"
             f" · entropy {d.mean_entropy:.3f}"
@@ -94,32 +83,23 @@ class DraftView:
 
 
 def _style(accepted: bool, before: bool) -> str:
-    if not accepted:
-        return "dim"
-    return "" if before else "bold"
+    return ("" if before else "bold") if accepted else "dim"
 
 
-def show_live(
-    events: Iterable[Draft | Committed | Result], view: DraftView, console: Console, pace: float = 0.0
-) -> Result:
+def show_live(events: Iterable[Event], view: DraftView, console: Console, pace: float = 0.0) -> Result:
     """Draw the events as they come, wipe the drawing and return the result, the last of them.
 
     pace: seconds that each draft stays at least. Time spent here is taken out of the result's figures.
     """
-    from redraft.engine.events import Committed, Draft
-
     drawn = held = 0.0
     # No refresh thread: a frame is drawn between two passes, and Ctrl-C finds the terminal in order.
     with Live(view, console=console, auto_refresh=False, transient=True) as live:
         for event in events:
             began = time.perf_counter()
-            if isinstance(event, Draft):
-                view.draft(event)
-            elif isinstance(event, Committed):
-                view.commit(event)
-            else:
+            if isinstance(event, Result):
                 # The engine waits while a draft is drawn, and that is not its speed.
                 return dataclasses.replace(event, seconds=event.seconds - held)
+            view.update(event)
             if began - drawn >= FRAME_SECONDS:
                 live.refresh()
                 drawn = began

@@ -1,4 +1,4 @@
-"""What the commands that measure share: the machine's limits beside the engine, the plot, the JSON line."""
+"""What the commands that measure share: the machine's limits beside the engine, tables, the plot, the JSON line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redraft.cli import options
+from redraft.cli.common import describe, output_console, print_json, working
+from redraft.tables import Table
 
 if TYPE_CHECKING:
     import torch
@@ -25,20 +27,18 @@ class Output:
 
     def check(self) -> None:
         """Before anything is measured: the plot can be drawn. Raises RedraftError."""
-        from redraft.bench.roofline import check_plot
-
         if self.plot is not None:
+            from redraft.bench.roofline import check_plot
+
             check_plot(self.plot)
 
     def draw(self, roofline: Roofline, points: Mapping[str, Measured], title: str) -> None:
-        from redraft.bench.roofline import plot_roofline
-
         if self.plot is not None:
+            from redraft.bench.roofline import plot_roofline
+
             plot_roofline(self.plot, roofline, points, title)
 
     def print(self, values: dict[str, Any]) -> None:
-        from redraft.cli.common import print_json
-
         if self.json_output:
             print_json(values)
 
@@ -52,8 +52,6 @@ class Subject:
     limits: Probe
 
     def describe(self) -> dict[str, Any]:
-        from redraft.cli.common import describe
-
         return {**describe(self.engine, self.model), **describe_machine(self.limits, self.engine.device)}
 
 
@@ -65,7 +63,6 @@ def load(model: str, loading: options.Loading) -> Subject:
 
 def probe_machine(device: torch.device) -> Probe:
     from redraft.bench.probe import probe
-    from redraft.cli.common import working
 
     with working("measuring the machine"):
         return probe(device)
@@ -75,3 +72,10 @@ def describe_machine(limits: Probe | None, device: torch.device) -> dict[str, An
     from redraft.device import environment
 
     return {"probe": limits and limits.to_dict(), "environment": environment(device)}
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines."""
+    console = output_console()
+    for part in parts:
+        console.print(part)

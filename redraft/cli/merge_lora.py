@@ -19,12 +19,11 @@ def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="A BF16 checkpoint: a directory, a hub id, or 'demo'.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A PEFT LoRA adapter: a directory or a hub id.")],
     dst: Target,
-    both_sides: Annotated[
-        bool, typer.Option("--both-sides", help="Merge what ADAPTER has on one side into weights both sides share.")
-    ] = False,
-    overwrite: Overwrite = False,
-    json_output: Json = False,
-) -> None:
+    both_sides: Annotated[bool, typer.Option(
+        "--both-sides", help="Merge what ADAPTER has on one side into weights both sides share."
+    )] = False,
+    overwrite: Overwrite = False, json_output: Json = False,
+) -> None:  # fmt: skip
     """Write BASE to DST with ADAPTER merged: sums in fp32, rounded to BASE's dtype; all else is kept as it is.
 
     Anything of the adapter that cannot be merged is an error, and nothing is written.

@@ -28,35 +28,30 @@ class Interrupted(RedraftError):
 def write(
     what: str, dst: str, json_output: bool, work: Callable[..., Any], show: Callable[[Any, str], None], **facts: object
 ) -> None:
-    """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`."""
-    from redraft.cli.common import print_json
+    """Run `work(progress=...)` and print its report, a dataclass, by `show` or as JSON with `facts` and `dst`.
 
-    report = _with_progress(what, dst, work)
-    if json_output:
-        print_json({**dataclasses.asdict(report), **facts, "destination": dst})
-    else:
-        show(report, dst)
-
-
-def _with_progress(what: str, dst: str, work: Callable[..., Any]) -> Any:
-    """Under a progress bar; Ctrl-C becomes one line that says how to go on."""
+    On a terminal it has a progress bar. Ctrl-C becomes one line that says how to go on.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from redraft.cli.common import error_console
+    from redraft.cli.common import error_console, print_json
     from redraft.store.workdir import partial_path
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Bar(*columns, console=error_console(), transient=True) as bar:
             task = bar.add_task(what, total=None)
-            return work(progress=lambda done, total: bar.update(task, completed=done, total=total))
+            report = work(progress=lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
-        kept = partial_path(dst)
-        advice = f"finished files are kept in {kept}: run the same command to resume, or delete it"
-        raise Interrupted(
-            f"interrupted, {dst} was not written; {advice if kept.exists() else 'nothing was kept'}"
-        ) from None
+        kept, advice = partial_path(dst), "nothing was kept"
+        if kept.exists():
+            advice = f"finished files are kept in {kept}: run the same command to resume, or delete it"
+        raise Interrupted(f"interrupted, {dst} was not written; {advice}") from None
+    if json_output:
+        print_json({**dataclasses.asdict(report), **facts, "destination": dst})
+    else:
+        show(report, dst)
 
 
 def show_packed(report: QuantReport, dst: str) -> None:
@@ -65,11 +60,10 @@ def show_packed(report: QuantReport, dst: str) -> None:
     from redraft.tables import Table
 
     console = output_console()
-    errors = (
-        (e.name.removeprefix("model.decoder."), math.inf if e.sqnr_db is None else e.sqnr_db, e.relative_error)
-        for e in report.tensors
-    )
-    rows = [(name, f"{sqnr:.2f}", f"{relative:.4f}") for name, sqnr, relative in errors]
+    rows = []
+    for error in report.tensors:
+        sqnr = math.inf if error.sqnr_db is None else error.sqnr_db
+        rows.append((error.name.removeprefix("model.decoder."), f"{sqnr:.2f}", f"{error.relative_error:.4f}"))
     console.print(Table(("quantised", "SQNR dB", "relative error"), rows, "Rounding error"))
     kept = [(part.part, str(part.tensors), f"{part.bytes / 1e6:,.2f}", part.reason) for part in report.kept]
     console.print(Table(("kept as it was", "tensors", "MB", "why"), kept))

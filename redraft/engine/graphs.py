@@ -112,14 +112,13 @@ class GraphRunner:
         self._owners: dict[int, int] = {}
         self._pending: list[_Snapshot] = []
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        capture = partial(PassGraph, device=device, pool=pool)
+        capture = self._capture = partial(_capture, model, device, pool)
         # Every slot is done as allocated and no lane has tokens, so that the warm-up passes change nothing.
         self._passes = {
             (rule, width): capture(partial(self.work.denoise, width, rule, own, *self._shared()))
             for rule, own in self._own.items()
             for width in reversed(widths(slots))
         }
-        self._capture = capture
         self._encodes: dict[_Reader, PassGraph] = {}
         for reader in () if later else self.work.readers():
             self._encode(reader)
@@ -199,13 +198,19 @@ class GraphRunner:
             torch.cuda.empty_cache()
 
 
+def _capture(model: FusedModel, device: torch.device, pool: Any, launches: Callable[[], object]) -> PassGraph:
+    with model.products.trying():
+        return PassGraph(launches, device, pool)
+
+
 def _official(rules: Sequence[Rule] | None) -> Sequence[Rule]:
     return (find_rule(DEFAULT_RULE),) if rules is None else rules
 
 
 def piece_rows(model: FusedModel, capacity: int) -> int:
-    """Rows of an encode pass of a prompt's piece."""
-    return max(min(PIECE, capacity), model.config.canvas_length)
+    """Rows of an encode pass of a prompt's piece: whole canvases, for the products of `kernels/products.py`."""
+    canvas = model.config.canvas_length
+    return -(-max(min(PIECE, capacity), canvas) // canvas) * canvas
 
 
 class _Work:

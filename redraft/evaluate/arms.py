@@ -7,13 +7,11 @@ same model with its routed experts packed, and a tier adds what `redraft.acceler
 means w4, and a checkpoint alone is taken as it is stored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from redraft.config import TIERS, DecodeSettings, Tier, WeightFormat
 from redraft.errors import UsageError
@@ -39,7 +37,7 @@ class Arm:
     tier: Tier
     settings: dict[str, Any]
 
-    def resolved(self, stored_packed: bool) -> Arm:
+    def resolved(self, stored_packed: bool) -> Self:
         """The same arm with its weights known. Raises UsageError for BF16 experts that are stored in 4 bits only."""
         if self.weights == "bf16" and stored_packed:
             raise UsageError(f"arm {self.name}: {self.model} holds 4-bit experts only; take the BF16 one or w4")

@@ -3,8 +3,6 @@
 The items of a public benchmark are rows of a file in a directory, or of a data set that the hub has by name.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -39,7 +37,6 @@ class Task(Protocol):
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         """Whether `answer` is right. ended: the model closed it, the token limit did not cut it. Never raises."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Question:
 
 def ask(tasks: Iterable[Task], limit: int, seed: int) -> list[Question]:
     """The first `limit` questions of every task."""
-    numbered = ((task, index, item) for task in tasks for index, item in enumerate(task.items(limit)))
-    return [Question(task, item, item_seed(seed, index)) for task, index, item in numbered]
+    return [Question(task, item, item_seed(seed, i)) for task in tasks for i, item in enumerate(task.items(limit))]
 
 
 def item_seed(seed: int, index: int) -> int:
@@ -84,38 +80,31 @@ class Benchmark:
 
     def rows(self, limit: int) -> list[dict[str, str]]:
         """The first `limit` rows. Raises UsageError or RedraftError: which file and line, or what to install."""
-        if self.data is None:
-            where, rows = self.hub, self._from_hub()
-        else:
-            path = self.data / self.file
-            if not path.is_file():
-                raise UsageError(f"{path} does not exist; --data needs a directory that holds {self.file}")
-            where, rows = str(path), _read_lines(path)
-        found = list(islice(rows, limit))
+        path = self.data / self.file if self.data else None
+        found = list(islice(_read_lines(path) if path else self._from_hub(), limit))
         for number, row in enumerate(found, 1):
             missing = [f for f in self.fields if not isinstance(row, dict) or not isinstance(row.get(f), str)]
             if missing:
-                raise RedraftError(f"{where}: row {number} lacks the text field {', '.join(missing)}")
+                raise RedraftError(f"{path or self.hub}: row {number} lacks the text field {', '.join(missing)}")
         return found
 
     def _from_hub(self) -> Iterable[Any]:
+        instead = f"give --data DIR with {self.file} in it"
         try:
             import datasets
         except ImportError:
-            raise UsageError(
-                f"{self.hub} is read through the library datasets, which is not installed; run pip install datasets, "
-                f"or give --data DIR with {self.file} in it"
-            ) from None
+            missing = "the library datasets, which is not installed; run pip install datasets"
+            raise UsageError(f"{self.hub} is read through {missing}, or {instead}") from None
         try:
             return datasets.load_dataset(self.hub, self.config, split="test")
         except Exception as e:
-            raise RedraftError(
-                f"{self.hub} could not be loaded from the hub ({type(e).__name__}: {e}); give --data DIR with "
-                f"{self.file} in it"
-            ) from None
+            found = f"could not be loaded from the hub ({type(e).__name__}: {e})"
+            raise RedraftError(f"{self.hub} {found}; {instead}") from None
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; --data needs a directory that holds {path.name}")
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:

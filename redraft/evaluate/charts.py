@@ -1,7 +1,5 @@
 """Charts of a comparison, PNG files beside its report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,14 @@ def draw_charts(folder: Path, report: dict[str, Any], records: Sequence[Record])
     from matplotlib import pyplot
 
     answers = {arm["name"]: [r for r in records if r.arm == arm["name"]] for arm in report["arms"]}
-    for draw in (charts := (accuracy, speed, answer_time, steps_and_lengths)):
+    charts = {f"{draw.__name__}.png": draw for draw in (accuracy, speed, answer_time, steps_and_lengths)}
+    for name, draw in charts.items():
         columns = 2 if draw is steps_and_lengths else 1
         figure, axes = pyplot.subplots(1, columns, figsize=(6 + 2 * columns, 4.5), layout="constrained")
         draw(axes, report, answers)
         figure.suptitle(f"{report['model']}: {report['device_name']}", fontsize=10)
-        save_figure(figure, folder / f"{draw.__name__}.png")
-    return [f"{draw.__name__}.png" for draw in charts]
+        save_figure(figure, folder / name)
+    return list(charts)
 
 
 def accuracy(axes: Any, report: dict[str, Any], answers: Answers) -> None:

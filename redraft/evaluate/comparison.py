@@ -1,7 +1,5 @@
 """A comparison from its arguments to its report: what is asked of whom, in which order, and what comes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter
@@ -52,12 +50,11 @@ class Comparison:
         for arm in self.arms:
             base, endless = self.files[arm.model].settings, arm.model in self.random
             self.settings[arm.name] = arm_settings(arm, base, shared or {}, fixed_steps, endless)
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
-        if not names:
-            raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
         self.tasks: dict[str, Task] = {}
-        for name in names:
+        for name in filter(None, map(str.strip, tasks.split(","))):
             self.tasks |= select_tasks(name, data, stand_in=len(self.random) == len(self.files))
+        if not self.tasks:
+            raise UsageError("--tasks names no task; give some, such as gsm8k,humaneval")
         self.questions = ask(self.tasks.values(), limit, seed)
         # What must be equal for answers to belong together.
         self.identity = {
@@ -96,25 +93,18 @@ class Comparison:
 
     def write_report(self, folder: Folder, records: list[Record]) -> dict[str, Any]:
         """Write report.json, report.md and the charts into the folder, and return what report.json holds."""
-        names, tasks, facts = list(self.settings), list(self.tasks), folder.facts
+        names, tasks = list(self.settings), list(self.tasks)
+        why, about = folder.facts["why_in_place"], folder.facts["about"]
         report = {
             **self.identity,
-            "arms": [
-                {"name": arm.name, "description": arm.describe(), "about": facts["about"].get(arm.name, {})}
-                for arm in self.arms
-            ],
-            "tasks": tasks,
-            "questions": len(self.questions),
-            "together": facts["why_in_place"] is None,
-            "why_in_place": facts["why_in_place"],
+            "arms": [{"name": a.name, "description": a.describe(), "about": about.get(a.name, {})} for a in self.arms],
+            "tasks": tasks, "questions": len(self.questions), "together": why is None, "why_in_place": why,
             "random_weights": self.random,
             "stand_ins": [name for name, task in self.tasks.items() if isinstance(task, StandIn)],
-            "device": str(self.device),
-            "device_name": device_name(self.device),
-            "probe": facts["probe"],
+            "device": str(self.device), "device_name": device_name(self.device), "probe": folder.facts["probe"],
             "results": {name: by_task([r for r in records if r.arm == name], tasks, arm_figures) for name in names},
             "comparisons": compare_arms(records, names, tasks),
-        }
+        }  # fmt: skip
         write_text(folder.path / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         charts = draw_charts(folder.path, report, records)
         write_text(folder.path / "report.md", markdown(report, charts))
@@ -157,8 +147,7 @@ def answer_all(
 ) -> Iterator[Record]:  # fmt: skip
     """Answer every question by every arm but for the (arm name, item id) in `done`.
 
-    settings: complete, by arm name. opened(side) is called when an arm is ready. A group in which nothing is left
-    to do is not loaded.
+    settings: complete, by arm name. opened(side): an arm is ready. A group with nothing left to do is not loaded.
     """
     for number, group in enumerate(grouped):
         if any((arm.name, q.item.id) not in done for arm in group for q in questions):

@@ -4,14 +4,12 @@
 saw. A line is {"task", "prompt", "answer"}, for a story also "words", the four it must use.
 """
 
-from __future__ import annotations
-
-import contextlib
 import json
 import random
 import re
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,6 @@ from redraft.evaluate.base import Item
 from redraft.evaluate.sandbox import Case, run_function
 
 FILE = Path(__file__).parents[1] / "demo" / "heldout.jsonl"
-
-
-@cache
-def _rows(task: str) -> list[dict[str, Any]]:
-    """The lines of a task."""
-    rows = map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row["task"] == task]
 
 
 def same_text(item: Item, answer: str) -> bool:
@@ -64,7 +55,7 @@ def unit_tests(item: Item, answer: str) -> bool:
     exec(item.expected, namespace)  # the reference is our own text from the file above
     cases: list[Case] = []
     for args in _arguments(signature, random.Random(repr((signature, what)))):
-        with contextlib.suppress(ValueError):  # the largest of nothing is not asked for
+        with suppress(ValueError):  # the largest of nothing is not asked for
             cases.append((args, namespace[function](*args)))
     return run_function(answer, function, cases).passed
 
@@ -90,13 +81,16 @@ class DemoTask:
     def __init__(self, name: str, description: str, grader: Callable[[Item, str], bool] = same_text) -> None:
         self.name, self.description, self.grader = name, description, grader
 
+    @cached_property
+    def held_out(self) -> list[Item]:
+        rows = [row for row in map(json.loads, FILE.read_text("utf-8").splitlines()) if row["task"] == self.name]
+        return [Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words")) for i, row in enumerate(rows)]
+
     def items(self, limit: int) -> list[Item]:
         """The first `limit`. Raises UsageError when there are fewer."""
-        rows = _rows(self.name)
-        if limit > len(rows):
-            raise UsageError(f"task {self.name} has only {len(rows)} held-out prompts, {limit} asked for")
-        found = enumerate(rows[:limit])
-        return [Item(f"{self.name}/{i}", row["prompt"], row["answer"], row.get("words")) for i, row in found]
+        if limit > len(self.held_out):
+            raise UsageError(f"task {self.name} has only {len(self.held_out)} held-out prompts, {limit} asked for")
+        return self.held_out[:limit]
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         return self.grader(item, answer)

@@ -1,7 +1,5 @@
 """Everyday: short ordinary questions of our own. The figure that matters is the time to a finished answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from redraft.evaluate.base import Benchmark, Item

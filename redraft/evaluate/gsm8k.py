@@ -4,8 +4,6 @@ The number is taken where the answer states it: the last `\\boxed{...}`, else th
 "answer is", else the last number of the text. It is compared as a number, so $1,200.00 equals 1200.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -4,8 +4,6 @@ The answer's code is put after the prompt and runs in the sandbox against the pr
 problem, so the accuracy is pass@1.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

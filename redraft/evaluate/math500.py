@@ -4,8 +4,6 @@ Answers are compared by math-verify: equal values count, however they are writte
 which is killed when an answer such as 9^{9^{9^9}} keeps it busy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import select

@@ -4,8 +4,6 @@ The W4 model of transformers is made in this process of the BF16 one: modules of
 packed experts in the place of the dense ones. Where memory does not suffice for both it is packed in place.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -53,9 +51,8 @@ class Models:
         """Load what answers for an arm, or make it of what is loaded. Raises RedraftError."""
         if arm.runner == "transformers":
             model, files = self._transformers(arm.model, arm.weights, arm.tier), self.files[arm.model]
-            wrapped = TransformersEngine(model, load_tokenizer(files.path), files.settings)
-            size, about = model_bytes(model), _about(model)
-            return Side(arm.name, wrapped.generate_batch, self.device, weight_bytes=size, about=about)
+            answer = TransformersEngine(model, load_tokenizer(files.path), files.settings).generate_batch
+            return Side(arm.name, answer, self.device, weight_bytes=model_bytes(model), about=_about(model))
         from redraft import load
 
         key = (arm.model, arm.weights, None)
@@ -63,8 +60,8 @@ class Models:
             self._loaded[key] = load(arm.model, weights=arm.weights, device=str(self.device), dtype=self.dtype)
         engine = self._loaded[key]
         how = "fused kernels as CUDA graphs" if engine.fused and arm.tier == "turbo" else "torch's operations"
-        answer = partial(engine.generate_batch, tier=arm.tier)
-        return Side(arm.name, answer, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
+        with_tier = partial(engine.generate_batch, tier=arm.tier)
+        return Side(arm.name, with_tier, self.device, weight_bytes=engine.weight_bytes, about={"passes": how})
 
     def close(self, following: Sequence[Arm]) -> None:
         """Let go of everything but BF16 models that the following arms are made of in place."""
@@ -196,16 +193,11 @@ class TransformersEngine:
         answer = output.sequences[0, ids.shape[1] :].tolist()
         tokens, finish_reason = cut(answer, chosen.eos_token_ids, chosen.max_new_tokens)
         return Result(
-            token_ids=tokens,
-            tokens=count_tokens(tokens, pad),
-            prompt_tokens=ids.shape[1],
-            steps_per_canvas=steps,
-            seconds=time.perf_counter() - began,
-            finish_reason=finish_reason or "length",
-            seed=seed,
+            token_ids=tokens, tokens=count_tokens(tokens, pad), prompt_tokens=ids.shape[1], steps_per_canvas=steps,
+            seconds=time.perf_counter() - began, finish_reason=finish_reason or "length", seed=seed,
             peak_memory_bytes=peak_bytes(self.model.device),
             text=str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
-        )
+        )  # fmt: skip
 
 
 def generate_options(settings: DecodeSettings) -> dict[str, Any]:
@@ -215,15 +207,13 @@ def generate_options(settings: DecodeSettings) -> dict[str, Any]:
     if settings.t_max == settings.t_min:
         raise UsageError(f"t_max equals t_min ({settings.t_min:g}), which transformers refuses; raise t_max a little")
     return {
-        "max_new_tokens": settings.max_new_tokens,
-        "max_denoising_steps": settings.max_denoising_steps,
+        "max_new_tokens": settings.max_new_tokens, "max_denoising_steps": settings.max_denoising_steps,
         "sampler_config": EntropyBoundSamplerConfig(entropy_bound=float(settings.entropy_bound)),
-        "t_min": float(settings.t_min),
-        "t_max": float(settings.t_max),
+        "t_min": float(settings.t_min), "t_max": float(settings.t_max),
         "stability_threshold": settings.stability_threshold,
         "confidence_threshold": float(settings.confidence_threshold),
         "eos_token_id": list(settings.eos_token_ids) or None,
-    }
+    }  # fmt: skip
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """The figures of an evaluation or a comparison in tables, and a comparison's page, which says how they were made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +50,12 @@ TIMES = {"mean s": "{answer_seconds[mean]:.3f}"} | {
     name: f"{{answer_seconds[{name}]:.3f}}" for name in ("p10", "p50", "p90", "p99")
 }
 MEMORY = {"weights GiB": "{weight_gib:.3f}", "peak GiB": "{peak_gib:.3f}"}
+CAVEATS = {
+    "random_weights": "{} has random weights: its answers are noise and quality means nothing here. Times, passes and "
+    "memory are those of a real model of these shapes.",
+    "stand_ins": "No --data was given, so the questions of {} are stand-ins: random letters as long as the benchmark's "
+    "mean prompt.",
+}  # by field of a report, with the names it holds
 
 
 def cells(columns: Mapping[str, str], figures: Mapping[str, Any]) -> list[str]:
@@ -80,7 +84,7 @@ def overall(figures: Mapping[str, Any]) -> Any:
 
 def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
     """The page. `report` is what report.json holds; charts are file names beside it."""
-    names = [arm["name"] for arm in report["arms"]]
+    names, settings = [arm["name"] for arm in report["arms"]], report["settings"]
     pairs = [(pair, task, figures) for pair in report["comparisons"] for task, figures in pair["tasks"].items()]
     against_first = {(pair["arm"], task): figures for pair, task, figures in pairs}
     # Task by task, so that arms stand under each other.
@@ -90,62 +94,43 @@ def markdown(report: dict[str, Any], charts: Sequence[str]) -> str:
         rows = ((task, arm, *cells(columns, f | against_first.get((arm, task), {}))) for task, arm, f in each)
         return Table(("task", "arm", *columns), rows).markdown()
 
-    arms = (
-        (a["name"], a["description"], "; ".join(f"{k}: {v}" for k, v in a["about"].items())) for a in report["arms"]
-    )
+    arms = ((a["name"], a["description"], "; ".join(map(": ".join, a["about"].items()))) for a in report["arms"])
     against = ((task, f"{pair['arm']} against {pair['baseline']}", *cells(PAIRS, f)) for pair, task, f in pairs)
     memory = ((name, *cells(MEMORY, overall(report["results"][name]))) for name in names)
-    settings = report["settings"]
     parts = [
         f"# {report['model']}: {' against '.join(names)}",
         *_caveats(report),
         _bullets(verdict(pair, report) for pair in report["comparisons"]),
-        "## Arms",
-        Table(("arm", "what answers", "run by"), arms).markdown(),
-        "## Accuracy",
-        by_task(ACCURACY),
+        "## Arms", Table(("arm", "what answers", "run by"), arms).markdown(),
+        "## Accuracy", by_task(ACCURACY),
         "Intervals are Wilson's. *Cut off* counts answers that the token limit ended, *empty* those without text.",
-        "## Question by question",
-        Table(("task", "pair", *PAIRS), against).markdown(),
+        "## Question by question", Table(("task", "pair", *PAIRS), against).markdown(),
         "The McNemar test is exact and two-sided, on the questions that one of the two has right; p below "
         f"{LEVEL:g} is called a difference. *Same answer* is the same text.",
-        "## Speed",
-        by_task(SPEED),
+        "## Speed", by_task(SPEED),
         "*Aggregate* is all tokens over all seconds, *per request* the mean of each answer's tokens over its seconds; "
         "padding is no token. "
         "*ms per pass* is all seconds over all denoising passes, so it holds the prompt's encoding and all the rest. "
         "Ratios are against the first arm; intervals are from a paired bootstrap over the questions.",
-        "## Passes and answers",
-        by_task(PASSES),
-        "## Time to answer",
-        by_task(TIMES),
-        "## Memory",
-        Table(("arm", *MEMORY), memory).markdown(),
+        "## Passes and answers", by_task(PASSES),
+        "## Time to answer", by_task(TIMES),
+        "## Memory", Table(("arm", *MEMORY), memory).markdown(),
         "*Peak* is what the arm alone takes on the GPU: its weights, what it keeps between answers, and the most it "
         "allocated during one; tensors that arms share count for each."
         if report["device"].startswith("cuda")
         else "On a CPU the peak is the resident size of the process with all arms, until the arm's last answer.",
         "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in charts),
-        "## How it was measured",
-        _bullets(_method(report)),
+        "## How it was measured", _bullets(_method(report)),
         Table(("arm", *settings[names[0]]), ((name, *settings[name].values()) for name in names)).markdown(),
-        "## Machine",
-        _bullets(_machine(report)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        "## Machine", _bullets(_machine(report)),
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _caveats(report: dict[str, Any]) -> Iterator[str]:
-    if report["random_weights"]:
-        yield (
-            f"**{', '.join(report['random_weights'])} has random weights: its answers are noise and quality means "
-            "nothing here. Times, passes and memory are those of a real model of these shapes.**"
-        )
-    if report["stand_ins"]:
-        yield (
-            f"**No --data was given, so the questions of {', '.join(report['stand_ins'])} are stand-ins: random "
-            "letters as long as the benchmark's mean prompt.**"
-        )
+    for field, caveat in CAVEATS.items():
+        if report[field]:
+            yield f"**{caveat.format(', '.join(report[field]))}**"
     if not report["together"]:
         yield f"**{order_text(report)}**"
 
@@ -154,20 +139,14 @@ def verdict(pair: dict[str, Any], report: dict[str, Any]) -> str:
     """One line on an arm against the first."""
     arm, baseline, figures = pair["arm"], pair["baseline"], overall(pair["tasks"])
     speed, p = figures["tokens_per_second_ratio"], figures["mcnemar_p"]
-    if speed is None:
-        text = f"**{arm}** cannot be compared in speed: **{baseline}** wrote nothing but padding"
-    else:
-        low, high = speed["interval"]
-        text = (
-            f"**{arm}** is {speed['ratio']:.2f} times as fast as **{baseline}** in tokens per second "
-            f"(95 % interval {low:.2f} to {high:.2f})"
-        )
+    text = f"**{arm}** cannot be compared in speed: **{baseline}** wrote nothing but padding"
+    if speed is not None:
+        interval = "95 % interval {:.2f} to {:.2f}".format(*speed["interval"])
+        text = f"**{arm}** is {speed['ratio']:.2f} times as fast as **{baseline}** in tokens per second ({interval})"
     if not report["random_weights"]:
         mine, theirs = (overall(report["results"][name])["correct"] for name in (arm, baseline))
-        text += (
-            f"; {mine} against {theirs} of {figures['items']} right, exact McNemar p = {p:.3g}: "
-            f"{'a' if p < LEVEL else 'no'} difference in accuracy is shown"
-        )
+        test = f"exact McNemar p = {p:.3g}: {'a' if p < LEVEL else 'no'} difference in accuracy is shown"
+        text += f"; {mine} against {theirs} of {figures['items']} right, {test}"
     return f"{text}."
 
 
@@ -206,11 +185,10 @@ def _method(report: dict[str, Any]) -> Iterator[str]:
 def _machine(report: dict[str, Any]) -> tuple[str, str]:
     versions = ", ".join(f"{name} {value}" for name, value in report["environment"].items() if value is not None)
     probe = report["probe"]
+    copied = f"copy {probe['copy_gbps']:,.1f} GB/s, read {probe['read_gbps']:,.1f} GB/s"
     rates = ", ".join(f"{rate:,.2f} TFLOP/s {name}" for name, rate in probe["matmul_tflops"].items())
-    return f"{versions}, dtype {report['dtype']}", (
-        f"measured before the run: copy {probe['copy_gbps']:,.1f} GB/s, read {probe['read_gbps']:,.1f} GB/s, {rates}, "
-        f"launch {probe['launch_us']:.1f} us"
-    )
+    measured = f"measured before the run: {copied}, {rates}, launch {probe['launch_us']:.1f} us"
+    return f"{versions}, dtype {report['dtype']}", measured
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -1,7 +1,5 @@
 """Answers on disk: a file of lines that survives a kill, and the folder of a comparison around it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -35,8 +33,7 @@ class Results:
         if path is not None:
             check_target(path)
             part = part_path(path)
-            if part.exists():
-                # Without the line that was being written when the run ended.
+            if part.exists():  # without the line that was being written when the run ended
                 os.truncate(part, part.read_bytes().rfind(b"\n") + 1)
                 self.records = read_results(part, run)
             self._file = part.open("a", encoding="utf-8")

@@ -5,23 +5,19 @@ then B, the next to B then A, so that a clock that drifts, or a machine that war
 answer starts from the seed of its question.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from redraft.device import peak_bytes, reset_peak, synchronize
+from redraft.engine.engine import Engine
+from redraft.engine.events import Result
 from redraft.evaluate.base import Question
-
-if TYPE_CHECKING:
-    from redraft.engine.engine import Engine
-    from redraft.engine.events import Result
 
 T = TypeVar("T")
 

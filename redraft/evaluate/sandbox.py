@@ -12,20 +12,18 @@ audited action (opening and deleting files, sockets, processes, signals, ctypes,
 accidents and ordinary hostile code; it is no substitute for a container where an attacker is expected.
 """
 
-from __future__ import annotations
-
 import ast
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import IO, Any
 
 Case = tuple[tuple[Any, ...], Any]  # (arguments, expected value), both plain literals
@@ -216,7 +214,7 @@ def run_function(
     if not cases:
         raise ValueError("no cases: nothing would be checked")
     calls = [json.dumps(repr((args, {}))) for args, _ in cases]
-    lines = "\n".join([_candidate_request(source, function, BASIC_MODULES, limits), *calls, ""])
+    lines = "\n".join([_request(function, BASIC_MODULES, limits, source=source), *calls, ""])
     return _run(_CANDIDATE, lines, limits, partial(_compare, cases))
 
 
@@ -229,20 +227,19 @@ def run_check(
     str, bytes, and lists, tuples, dicts and sets of them; a function that returns anything else fails. An argument that
     the function changes in place does not change for the test. Nothing raised by the code reaches the caller.
     """
-    with _child(_CANDIDATE, subprocess.PIPE) as candidate:
+    with _child(_CANDIDATE, PIPE) as candidate:
         assert candidate.stdin and candidate.stdout, "both are pipes"
         calls, values = candidate.stdin.fileno(), candidate.stdout.fileno()
-        request = {
-            "candidate": _candidate_request(source, function, LIBRARY_MODULES, limits), "calls": calls,
-            "values": values, "function": function, "context": context, "test": test, "modules": LIBRARY_MODULES,
-            "limits": limits.resource_limits(),
-        }  # fmt: skip
-        return _run(_TESTER, json.dumps(request) + "\n", limits, _verdict, (calls, values))
+        request = _request(
+            function, LIBRARY_MODULES, limits, calls=calls, values=values, context=context, test=test,
+            candidate=_request(function, LIBRARY_MODULES, limits, source=source),
+        )  # fmt: skip
+        return _run(_TESTER, f"{request}\n", limits, _verdict, (calls, values))
 
 
-def _candidate_request(source: str, function: str, modules: Sequence[str], limits: SandboxLimits) -> str:
-    limits_by_name = limits.resource_limits()
-    return json.dumps({"source": source, "function": function, "modules": modules, "limits": limits_by_name})
+def _request(function: str, modules: Sequence[str], limits: SandboxLimits, **more: Any) -> str:
+    """The first line that a child reads."""
+    return json.dumps({"function": function, "modules": modules, "limits": limits.resource_limits(), **more})
 
 
 def _run(
@@ -254,28 +251,25 @@ def _run(
         try:
             child.communicate(lines.encode(), timeout=limits.wall_seconds)
             out.seek(0)
-            status = child.returncode
-            reason = f"the process ended with status {status}" if status else judge(out.read())
-        except subprocess.TimeoutExpired:
+            reason = f"the process ended with status {child.returncode}" if child.returncode else judge(out.read())
+        except TimeoutExpired:
             reason = f"no answer within {limits.wall_seconds:g} s"
     return SandboxResult(reason == "passed", reason, time.monotonic() - started)
 
 
-@contextlib.contextmanager
-def _child(program: str, stdout: int | IO[bytes], pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+@contextmanager
+def _child(program: str, stdout: int | IO[bytes], pass_fds: tuple[int, ...] = ()) -> Iterator[Popen[bytes]]:
     """A running child in an empty directory; at the end it is killed with everything it left behind."""
     command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCHER, _COMMON + program]
+    alone: dict[str, Any] = {"env": {}, "start_new_session": True, "pass_fds": pass_fds}
     with (
         tempfile.TemporaryDirectory() as cwd,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=cwd, env={},
-            start_new_session=True, pass_fds=pass_fds,
-        ) as child,
-    ):  # fmt: skip
+        Popen(command, stdin=PIPE, stdout=stdout, stderr=DEVNULL, cwd=cwd, **alone) as child,
+    ):
         try:
             yield child
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
 

@@ -1,7 +1,5 @@
 """Intervals and summaries that a report may quote."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

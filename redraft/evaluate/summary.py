@@ -1,7 +1,5 @@
 """The figures of an evaluation or a comparison, from its answers alone, as JSON-ready dicts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,35 +32,26 @@ def summarise(records: Sequence[Record], percents: Sequence[int] = (50, 90)) -> 
     correct, tokens = sum(r.correct for r in records), sum(r.tokens for r in records)
     forwards, seconds = sum(r.forwards for r in records), sum(r.seconds for r in records)
     return {
-        "items": len(records),
-        "correct": correct,
-        "accuracy": correct / len(records),
-        "interval": list(wilson_interval(correct, len(records))),
-        "tokens": tokens,
-        "forwards": forwards,
+        "items": len(records), "correct": correct, "accuracy": correct / len(records),
+        "interval": list(wilson_interval(correct, len(records))), "tokens": tokens, "forwards": forwards,
         "tokens_per_forward": sum(r.tokens_per_forward * r.forwards for r in records) / forwards,
         "tokens_per_second": tokens / seconds,
         "steps_per_canvas": _spread([s for r in records for s in r.steps_per_canvas], percents),
         "answer_seconds": _spread([r.answer_seconds for r in records], percents),
-        "cut_off": sum(r.finish_reason == "length" for r in records),
-        "seconds": seconds,
-    }
+        "cut_off": sum(r.finish_reason == "length" for r in records), "seconds": seconds,
+    }  # fmt: skip
 
 
 def arm_figures(records: Sequence[Record]) -> dict[str, Any]:
     """What `redraft eval` gives, and what only one answer at a time can tell."""
     figures = summarise(records, PERCENTS)
     return {
-        **figures,
-        "request_tokens_per_second": _mean_rate(records),
-        "seconds_per_forward": figures["seconds"] / figures["forwards"],
-        "canvases": sum(r.canvases for r in records),
+        **figures, "request_tokens_per_second": _mean_rate(records),
+        "seconds_per_forward": figures["seconds"] / figures["forwards"], "canvases": sum(r.canvases for r in records),
         "answer_tokens": _spread([r.tokens for r in records], PERCENTS),
-        "empty": sum(not r.answer.strip() for r in records),
-        "prompt_tokens": fmean([r.prompt_tokens for r in records]),
-        "weight_bytes": max(r.weight_bytes for r in records),
-        "peak_bytes": max(r.peak_bytes for r in records),
-    }
+        "empty": sum(not r.answer.strip() for r in records), "prompt_tokens": fmean([r.prompt_tokens for r in records]),
+        "weight_bytes": max(r.weight_bytes for r in records), "peak_bytes": max(r.peak_bytes for r in records),
+    }  # fmt: skip
 
 
 def _spread(values: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
@@ -79,20 +68,15 @@ def pair_figures(records: Sequence[Record], baseline: str, arm: str) -> dict[str
     work = [[(r.tokens, r.seconds) for r in side] for side in sides]
     passes = [[(r.forwards, r.seconds) for r in side] for side in sides]
     return {
-        "items": len(pairs),
-        "both_right": verdicts[True, True],
-        "only_baseline_right": only_baseline,
-        "only_arm_right": only_arm,
-        "both_wrong": verdicts[False, False],
-        "accuracy_difference": (only_arm - only_baseline) / len(pairs),
-        "mcnemar_p": mcnemar_p(only_baseline, only_arm),
+        "items": len(pairs), "both_right": verdicts[True, True], "only_baseline_right": only_baseline,
+        "only_arm_right": only_arm, "both_wrong": verdicts[False, False],
+        "accuracy_difference": (only_arm - only_baseline) / len(pairs), "mcnemar_p": mcnemar_p(only_baseline, only_arm),
         "same_verdict": 1 - (only_baseline + only_arm) / len(pairs),
         "same_answer": sum(a.answer == b.answer for a, b in pairs) / len(pairs),
-        "tokens_per_second_ratio": rate_ratio(*work),
-        "forwards_per_second_ratio": rate_ratio(*passes),
+        "tokens_per_second_ratio": rate_ratio(*work), "forwards_per_second_ratio": rate_ratio(*passes),
         "request_tokens_per_second_ratio": of_arm / of_baseline if of_baseline else None,
         "differing": [a.id for a, b in pairs if a.correct != b.correct],
-    }
+    }  # fmt: skip
 
 
 def _mean_rate(records: Sequence[Record]) -> float:

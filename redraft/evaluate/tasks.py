@@ -1,11 +1,9 @@
 """Tasks by name: benchmarks, the demo tasks, and stand-ins for models that understand none of them."""
 
-from __future__ import annotations
-
 import random
-import string
 from importlib import import_module
 from pathlib import Path
+from string import ascii_lowercase
 
 from redraft.errors import UsageError
 from redraft.evaluate.base import Item, Task
@@ -44,9 +42,8 @@ class StandIn:
         self.name = name
 
     def items(self, limit: int) -> list[Item]:
-        draw = random.Random(self.name)
-        texts = ("".join(draw.choices(string.ascii_lowercase, k=STAND_IN_LENGTHS[self.name])) for _ in range(limit))
-        return [Item(f"{self.name}/{i}", text, "") for i, text in enumerate(texts)]
+        draw, length = random.Random(self.name), STAND_IN_LENGTHS[self.name]
+        return [Item(f"{self.name}/{i}", "".join(draw.choices(ascii_lowercase, k=length)), "") for i in range(limit)]
 
     def grade(self, item: Item, answer: str, ended: bool = True) -> bool:
         return False

@@ -12,9 +12,8 @@ CPU, so its order does not show, and is rounded where the reference rounds. "The
 is kept as the number of passes since the argmax last changed, which is at least k in just that case.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -42,7 +41,7 @@ class EntropyBoundState:
     confidence_threshold: torch.Tensor  # fp32
 
     @classmethod
-    def allocate(cls, slots: int, length: int, vocab: int, device: torch.device | str) -> EntropyBoundState:
+    def allocate(cls, slots: int, length: int, vocab: int, device: torch.device | str) -> Self:
         whole = [torch.ones(slots, dtype=torch.int32, device=device) for _ in range(3)]
         temperatures = [torch.ones(slots, dtype=torch.float64, device=device) for _ in range(2)]
         bounds = [torch.zeros(slots, device=device) for _ in range(2)]
@@ -50,14 +49,9 @@ class EntropyBoundState:
 
 
 def finish_pass(
-    draw: torch.Tensor,
-    argmax: torch.Tensor,
-    entropy: torch.Tensor,
-    slots: torch.Tensor,
-    state: SlotState,
-    own: EntropyBoundState,
-    canvases: Canvases,
-) -> None:
+    draw: torch.Tensor, argmax: torch.Tensor, entropy: torch.Tensor, slots: torch.Tensor, state: SlotState,
+    own: EntropyBoundState, canvases: Canvases,
+) -> None:  # fmt: skip
     """Move the slot of every lane, slots int32 [W], by one pass, unless it is done.
 
     From the outputs of `sampling.sample`, all [W * C]. Re-drawn tokens are counter-based.
@@ -199,9 +193,8 @@ def _start_kernel(
     inside, row = position < C, slot * C + position
     canvas = tl.load(canvas_ptr + slot) + 1
     tokens = _random_tokens(tl.load(seed_ptr + slot), canvas, tl.zeros_like(position), position, vocab)
-    first = _temperature(
-        tl.zeros_like(canvas), tl.load(max_steps_ptr + slot), tl.load(t_min_ptr + slot), tl.load(t_max_ptr + slot)
-    )
+    max_steps, t_min, t_max = tl.load(max_steps_ptr + slot), tl.load(t_min_ptr + slot), tl.load(t_max_ptr + slot)
+    first = _temperature(tl.zeros_like(canvas), max_steps, t_min, t_max)
     tl.debug_barrier()  # every thread has read the slot's old state
     tl.store(tokens_ptr + row, tokens, mask=inside)
     tl.store(argmax_ptr + row, tokens, mask=inside)

@@ -15,7 +15,7 @@ prefix and its own rows; a causal pass, whose masks need the index of a key, the
 
 One program takes one KV head, BLOCK_M rows of (position, query head) pairs packed head-fastest, one share of the keys
 and BLOCK_D output columns; it keeps an online softmax in fp32 and rounds the probabilities to the arena's dtype for
-the second product. At small batches the keys are split over SPLITS programs, whose outputs a second launch averages in
+the second product. Single rows have their keys split over SPLITS programs, whose outputs a second launch averages in
 split order, weighted by their sums.
 """
 
@@ -64,27 +64,38 @@ def attention_bytes(block_m: int, block_n: int, num_stages: int, head_dim: int, 
     return 2 * (block_m * head_dim + num_stages * block_n * (head_dim + block_d))
 
 
-# (block_m, block_n, num_stages), best first: wide tiles keep wgmma fed from shared memory.
-_TILES = ((128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 64, 2), (16, 16, 1))
+# (block_m, block_n), best first: wide tiles keep wgmma fed from shared memory.
+_TILES = ((128, 64), (128, 32), (64, 32), (32, 32), (16, 64), (16, 16))
+MOST_STAGES = 3
 
 
 def attention_settings(
     lanes: int, heads: int, kv_heads: int, rows: int, head_dim: int, gpu: Gpu = H200
 ) -> AttentionSettings:
-    """Settings for `rows` new rows a lane.
+    """Settings for `rows` new rows a lane, which are summed in the same order whatever the number of lanes.
 
-    The accumulator takes block_m * block_d fp32 registers, 128 a thread at most, so head_dim 512 is made in two halves
-    that both compute the scores: 29 us a layer by arithmetic, where 64 rows of all 512 columns, whose scores both
-    warpgroups compute, would take 40.
+    block_n and splits set that order. Few lanes fill the machine by smaller tiles: on an H200 one canvas takes 26 us a
+    sliding layer in tiles of 64 x 128, as it did in 128 x 256 with its keys in four shares. Only single rows, whose
+    tiles are too few, share keys out. The accumulator takes block_m * block_d fp32 registers, 128 a thread at most.
     """
     packed, block_d = rows * heads // kv_heads, min(256, head_dim)
-    for tile in _TILES:
-        if attention_bytes(*tile, head_dim, block_d) <= gpu.shared and tile[0] < 2 * max(packed, 16):
+    for block_m, block_n in _TILES:
+        fits = attention_bytes(block_m, block_n, 2 if block_m >= 64 else 1, head_dim, block_d) <= gpu.shared
+        if fits and block_m < 2 * max(packed, 16):
             break
-    block_m, block_n, stages = tile
-    programs = lanes * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d)
-    # Fill the machine once; more than 8 shares cost more to combine than they gain.
-    splits = max(1, min(8, gpu.sms // programs))
+
+    def programs(block_m: int, block_d: int) -> int:
+        return lanes * kv_heads * triton.cdiv(packed, block_m) * (head_dim // block_d)
+
+    # More than 8 shares cost more to combine than they gain.
+    splits = 1 if rows > 1 else max(1, min(8, gpu.sms // (programs(block_m, block_d) // lanes)))
+    if block_m == 128:
+        for smaller in ((64, block_d), (64, min(128, head_dim))):
+            if programs(*smaller) <= gpu.sms:
+                block_m, block_d = smaller
+    stages = MOST_STAGES
+    while stages > 1 and attention_bytes(block_m, block_n, stages, head_dim, block_d) > gpu.shared:
+        stages -= 1
     return AttentionSettings(block_m, block_n, block_d, stages, 8 if block_m == 128 else 4, splits)
 
 
@@ -164,31 +175,31 @@ def _attend_kernel(
     k_ptr += head_start
     v_ptr += head_start
 
-    # Stored rows from the oldest visible one to the prefix's end, those before the oldest (the ring wrapped), own rows.
-    oldest, low, high = 0, 0, prefix + N
+    # Blocks of stored rows from the oldest to the prefix's end, those before the oldest (the ring wrapped), own rows.
+    # Every tile numbers and shares them out alike, so that the order of a row's sum does not depend on its tile.
+    oldest, low, high = 0, 0, N
     if CAUSAL:
         oldest = (tl.load(length_ptr + slot) - prefix) % rows_cap
-        high = tl.minimum(high, prefix + (pid_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        high = tl.minimum(N, (pid_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         if WINDOW > 0:
             low = tl.maximum(0, prefix + pid_m * BLOCK_M // GROUP - WINDOW + 1)
-    old = tl.minimum(oldest + low, prefix)
-    young = tl.minimum(tl.maximum(oldest + low - rows_cap, 0), oldest)
-    own, own_end = rows_cap + tl.maximum(low - prefix, 0), rows_cap + high - prefix
-    to_young = tl.cdiv(prefix - old, BLOCK_N)
-    to_own = to_young + tl.cdiv(oldest - young, BLOCK_N)
-    blocks = to_own + tl.cdiv(own_end - own, BLOCK_N)
-    share = tl.cdiv(blocks, SPLITS)
+    to_young = tl.cdiv(prefix - oldest, BLOCK_N)
+    to_own = to_young + tl.cdiv(oldest, BLOCK_N)
+    first = tl.where(low < prefix - oldest, low // BLOCK_N, to_young + (low - prefix + oldest) // BLOCK_N)
+    first = tl.where(low < prefix, first, to_own + (low - prefix) // BLOCK_N)
+    share = tl.cdiv(to_own + tl.cdiv(N, BLOCK_N), SPLITS)
+    first, last = tl.maximum(first, pid_s * share), tl.minimum((pid_s + 1) * share, to_own + tl.cdiv(high, BLOCK_N))
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     n = tl.arange(0, BLOCK_N)
     at_k, at_v = n[:, None] * D + d[None, :], n[:, None] * D + column[None, :]
-    for block in range(pid_s * share, tl.minimum((pid_s + 1) * share, blocks)):
+    for block in range(first, last):
         is_old, is_own = block < to_young, block >= to_own
-        row = tl.where(is_old, old + block * BLOCK_N, young + (block - to_young) * BLOCK_N)
-        row = tl.where(is_own, own + (block - to_own) * BLOCK_N, row)
-        end = tl.where(is_own, own_end, tl.where(is_old, prefix, oldest))
+        row = tl.where(is_old, oldest + block * BLOCK_N, (block - to_young) * BLOCK_N)
+        row = tl.where(is_own, rows_cap + (block - to_own) * BLOCK_N, row)
+        end = tl.where(is_own, rows_cap + N, tl.where(is_old, prefix, oldest))
         inside = n < end - row
         start = row * D  # inside one head, where 2^31 elements are 4 million rows
         # Rows past the end may hold anything, NaN included: zeros keep 0 * value out of the sum.

@@ -105,14 +105,14 @@ __device__ __forceinline__ void store_transposed(u32 addr, u32 value) {
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(addr), "r"(value) : "memory");
 }
 
-// d (+)= A[64, 32] B[32, 16 * N16] in e4m3, 8 * N16 accumulators a thread.
-template <int N16>
+// d (+)= A[64, 32] B[32, 16 * N] in e4m3, 8 * N accumulators a thread.
+template <int N>
 struct Mma;
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
               "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MMA(N16, SHAPE, OUTS, A, DESC, KEEP, ...)                                                                    \
+#define MMA(N, SHAPE, OUTS, A, DESC, KEEP, ...)                                                                    \
     template <>                                                                                                    \
-    struct Mma<N16> {                                                                                              \
+    struct Mma<N> {                                                                                              \
         static __device__ __forceinline__ void run(float* d, const u32* a, u64 desc, int keep) {                   \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, " KEEP ", 0; wgmma.mma_async.sync.aligned." SHAPE         \
                          ".f32.e4m3.e4m3 {" OUTS "}, {" A "}, " DESC ", p, 1, 1; }"                                \
@@ -244,22 +244,21 @@ __device__ __forceinline__ int load_acquire(const int* p) {
     return v;
 }
 
-// How a tile of 8 * N8 token rows is multiplied. Up to 32 rows, high and low parts are columns of one product, because a
-// tensor core takes as long for fewer than 64. Beyond, the low parts are a second product on the same accumulators.
+// How a tile of 8 * N8 token rows is multiplied: high and low parts are columns of one product, of at most 32 rows, because
+// a tensor core takes as long for fewer than 64 columns. More rows take two products of the same unpacked weights, so that
+// a row gives the same bits in a tile of any size.
 template <class P, int N8>
 struct Columns {
-    static constexpr bool BESIDE = N8 <= 4;
-    static constexpr int N16 = BESIDE ? N8 : N8 / 2;
+    static constexpr int PRODUCTS = N8 > 4 ? 2 : 1;
+    static constexpr int N = N8 / PRODUCTS;                  // of 8 rows in one product, and of 16 columns
     static constexpr u32 PART = P::KB / 16 * 128;  // bytes of 8 rows of one part; a high part is followed by its low part
     // A matrix of token rows for wgmma: 8 rows x 16 bytes lie together, 128 bytes from one to the next.
-    static __device__ __forceinline__ u64 descriptor(u32 low) { return (u64)((BESIDE ? PART : 2 * PART) >> 4) << 32 | low; }
+    static __device__ __forceinline__ u64 descriptor(u32 low) { return (u64)(PART >> 4) << 32 | low; }
 };
 
-// Unpack a warpgroup's 64 rows of one group and start their product.
-template <class P, int N8>
-__device__ __forceinline__ void start_product(float (&d)[8 * Columns<P, N8>::N16], u32 words, u32 rows) {
-    typedef Columns<P, N8> C;
-    u32 a[P::KB / 32][4];
+// Unpack a warpgroup's 64 rows of one group.
+template <class P>
+__device__ __forceinline__ void unpack(u32 (&a)[P::KB / 32][4], u32 words) {
 #pragma unroll
     for (int s = 0; s < P::KB / 64; ++s) {
         u32 r[4];
@@ -270,35 +269,41 @@ __device__ __forceinline__ void start_product(float (&d)[8 * Columns<P, N8>::N16
             a[2 * s + 1][i] = (r[i] >> 4) & 0x0f0f0f0fu;
         }
     }
+}
+
+// Start the product of unpacked weights with the token rows of `part`.
+template <class P, int N8>
+__device__ __forceinline__ void start_product(float (&d)[8 * Columns<P, N8>::N], const u32 (&a)[P::KB / 32][4], u32 rows,
+                                              int part) {
+    typedef Columns<P, N8> C;
+    rows += part * C::N * (2 * C::PART >> 4);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    if (!C::BESIDE)
 #pragma unroll
-        for (int t = 0; t < P::KB / 32; ++t) Mma<C::N16>::run(d, a[t], C::descriptor(rows + (C::PART >> 4) + t * 16), t > 0);
-#pragma unroll
-    for (int t = 0; t < P::KB / 32; ++t) Mma<C::N16>::run(d, a[t], C::descriptor(rows + t * 16), !C::BESIDE || t > 0);
+    for (int t = 0; t < P::KB / 32; ++t) Mma<C::N>::run(d, a[t], C::descriptor(rows + t * 16), t > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // acc += s * (scale * (high + low) - zero * sum), see experts_hopper.py; where the scale is the row's it waits.
 template <class P, int N8>
-__device__ __forceinline__ void add_group(float (&acc)[4 * N8], float (&d)[8 * Columns<P, N8>::N16], const float (&s)[2],
-                                          const float (&z)[2], const float* group_stats) {
+__device__ __forceinline__ void add_group(float (&acc)[4 * N8], float (&d)[8 * Columns<P, N8>::N], const float (&s)[2],
+                                          const float (&z)[2], const float* group_stats, int part) {
     typedef Columns<P, N8> C;
 #pragma unroll
-    for (int i = 0; i < 8 * C::N16; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < 8 * C::N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 #pragma unroll
-    for (int n = 0; n < N8; ++n) {
+    for (int n = 0; n < C::N; ++n) {
+        int at = part * C::N + n;
         float stats[2 * P::STATS];  // of two columns
-        if (P::GATED) *(float2*)stats = *(const float2*)(group_stats + n * 8);
-        else *(float4*)stats = *(const float4*)(group_stats + n * 16);
+        if (P::GATED) *(float2*)stats = *(const float2*)(group_stats + at * 8);
+        else *(float4*)stats = *(const float4*)(group_stats + at * 16);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 int i = half * 2 + c;
-                float t = C::BESIDE ? d[n * 8 + i] + d[n * 8 + 4 + i] : d[n * 4 + i];
+                float t = d[n * 8 + i] + d[n * 8 + 4 + i];
                 if (!P::GATED) t *= stats[2 * c + 1];
-                acc[n * 4 + i] = fmaf(z[half], stats[c * P::STATS], fmaf(s[half], t, acc[n * 4 + i]));
+                acc[at * 4 + i] = fmaf(z[half], stats[c * P::STATS], fmaf(s[half], t, acc[at * 4 + i]));
             }
     }
 }
@@ -324,18 +329,27 @@ __device__ __forceinline__ void consume(float (&acc)[2][4 * N8], char* smem, Rin
         u32 rows = (smem_addr(base) + P::OFF_X) >> 4 | (128 >> 4) << 16;
 #pragma unroll
         for (int mb = 0; mb < 2; ++mb) {
-            float d[8 * Columns<P, N8>::N16], s[2], z[2];
-            start_product<P, N8>(d, words + mb * 64 * P::PITCH, rows);
+            typedef Columns<P, N8> C;
+            u32 a[P::KB / 32][4];
+            float d[8 * C::N], s[2], z[2];
+            unpack<P>(a, words + mb * 64 * P::PITCH);
+            start_product<P, N8>(d, a, rows, 0);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 pair = *(const u32*)(base + scale_off + mb * 256 + half * 32);
                 s[half] = half_bits(pair & 0xffff);
                 z[half] = -s[half] * half_bits(pair >> 16);
             }
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            if (mb == 1 && lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
-            add_group<P, N8>(acc[mb], d, s, z, group_stats);
+#pragma unroll
+            for (int part = 0; part < C::PRODUCTS; ++part) {
+                if (part > 0) start_product<P, N8>(d, a, rows, part);
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                add_group<P, N8>(acc[mb], d, s, z, group_stats, part);
+            }
         }
+        // Not before every lane has used its scales: loads may still be under way when what was started after them is over.
+        __syncwarp();
+        if (lane == 0) bar_arrive(ring.empty + 8 * ring.stage);
         ring.next<P>();
     }
     if (P::GATED)

@@ -7,25 +7,13 @@ When more rows than the ring holds are committed at once, the earlier ones would
 that every ring row is written once and the result does not depend on the order of writes.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 
 from redraft.kernels.launch import tl, triton
-from redraft.kernels.tables import LaunchSettings, run
+from redraft.kernels.tables import BlockSettings, run
 
-
-@dataclass(frozen=True)
-class CommitSettings(LaunchSettings):
-    """block_elements: elements of K (and of V) a program copies, 32 a thread: four 16-byte loads each in flight."""
-
-    block_elements: int = 4096
-    num_warps: int = 4
-
-
-COMMIT = CommitSettings()
+# Elements of K (and of V), 32 a thread: four 16-byte loads each in flight.
+COMMIT = BlockSettings(4096)
 
 
 def commit_rows_reference(
@@ -68,7 +56,7 @@ def _commit_kernel(
 
 def commit_rows(
     keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor, slots: torch.Tensor, count: torch.Tensor,
-    rows_cap: int, *, ring: bool, settings: CommitSettings | None = None,
+    rows_cap: int, *, ring: bool, settings: BlockSettings | None = None,
 ) -> None:  # fmt: skip
     """Copy the first count[b] rows of the own region of slot slots[b] into its prefix, for one layer.
 
@@ -79,15 +67,14 @@ def commit_rows(
     assert keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1), "arena rows must be contiguous"
     block_d = triton.next_power_of_2(dim)
 
-    def launch(s: CommitSettings) -> None:
+    def launch(s: BlockSettings) -> None:
         block_n = max(1, s.block_elements // block_d)
         _commit_kernel[(triton.cdiv(rows - rows_cap, block_n), slots.shape[0] * kv_heads)](
             keys, values, length, slots, count, *keys.stride()[:2], kv_heads, rows_cap,
             D=dim, RING=ring, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=s.num_warps,
         )  # fmt: skip
 
-    kernel = "kv_write.sliding" if ring else "kv_write.full"
-    run(kernel, settings, COMMIT, launch)
+    run("kv_write.sliding" if ring else "kv_write.full", settings, COMMIT, launch)
 
 
 def advance(length: torch.Tensor, slots: torch.Tensor, count: torch.Tensor) -> None:

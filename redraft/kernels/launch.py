@@ -4,8 +4,6 @@ The interpreter (TRITON_INTERPRET=1, set before the first import) runs the same 
 is not installed the modules still import, for their torch references; `HAS_TRITON` says so.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from types import SimpleNamespace
@@ -96,10 +94,6 @@ def rounded(x, dtype: tl.constexpr):
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.bf16.f32 high, $1; mov.b16 low, 0; mov.b32 $0, {low, high}; }",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return x.to(dtype).to(tl.float32)

@@ -8,24 +8,14 @@ the library's blocks take every multiprocessor whole, and nothing runs beside th
 `product_into` leave room for the router that `fused.py` launches beside the MLP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from redraft.kernels.launch import (
-    TensorDescriptor,
-    after_previous,
-    dot,
-    early_launch,
-    from_hopper_on,
-    rounded,
-    tl,
-    triton,
-)
+from redraft.kernels import launch
+from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.tables import LaunchSettings, current_gpu, run, settings_for
 
 # Batch invariance on a CPU: a row's bits do not depend on how many rows there are. Matrix libraries have other code for
@@ -111,7 +101,7 @@ PRODUCT = ProductSettings(rows=128, columns=64, depth=64, num_warps=8, num_stage
 def products_fit(device: torch.device) -> bool:
     """Whether a GPU takes `gated_product_into` and `product_into` as they were measured, not shrunk to fit."""
     gpu = current_gpu(device)
-    if gpu is None or TensorDescriptor is None or not from_hopper_on(device):
+    if gpu is None or launch.TensorDescriptor is None or not launch.from_hopper_on(device):
         return False
     kernels = ("mlp.gated_product", "mlp.product")
     return all(settings_for(kernel, PRODUCT, gpu, fit=False).shared() <= gpu.shared for kernel in kernels)
@@ -171,8 +161,8 @@ def _launch_product(
 ) -> None:
     (rows, depth), columns = x.shape, out.shape[1]
     run(name, settings, PRODUCT, lambda s: kernel[(triton.cdiv(columns, s.columns), triton.cdiv(rows, s.rows))](
-        TensorDescriptor.from_tensor(x, [s.rows, s.depth]),
-        TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
+        launch.TensorDescriptor.from_tensor(x, [s.rows, s.depth]),
+        launch.TensorDescriptor.from_tensor(weight, [s.columns, s.depth]),
         out, rows, depth, columns, BLOCK_M=s.rows, BLOCK_N=s.columns, BLOCK_K=s.depth,
         num_warps=s.num_warps, num_stages=s.num_stages,
     ))  # fmt: skip

@@ -7,8 +7,6 @@ No kernel writes weights, so they are loaded while the launch ahead is not over 
 at once, since no load moves up past the barriers of a sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -112,8 +110,7 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, stride_xm, heads, scale, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     let_next_start(EARLY)
     if weight_ptr is not None:
         weight = load_weight(weight_ptr, cols, H)
@@ -132,10 +129,9 @@ def rms_norm_into(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None,
     settings: RowSettings | None = None,
 ) -> None:  # fmt: skip
-    """out = rms_norm(x, weight, eps), or of x * scale, rounded. x [R, H] with contiguous rows, out [R, H] contiguous,
-    another tensor or x.
+    """out = rms_norm(x, weight, eps), or of x * scale, rounded; out has x's shape, is contiguous, and may be x.
 
-    Or x [R, heads, H], heads next to each other as in a slice of a QKV product, and out of that shape, contiguous.
+    x [R, H] with contiguous rows, or [R, heads, H], heads next to each other as in a slice of a QKV product.
     """
     rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
     run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows * heads,)](
@@ -148,8 +144,7 @@ def _embed_norms_kernel(
     tokens_ptr, embed_ptr, slots_ptr, signal_ptr, step_ptr, next_weight_ptr, x_ptr, next_in_ptr,
     rows_per_lane, scale, eps, H: tl.constexpr, NORMED: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
     next_weight = load_weight(next_weight_ptr, cols, H)
@@ -198,16 +193,13 @@ def _residual_norms_kernel(
     dense_in_ptr, expert_in_ptr, router_in_ptr, group_sums_ptr, router_scale, eps,
     H: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     keep = cols < H
     here = row * H + cols
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    delta_weight = load_weight(delta_weight_ptr, cols, H)
-    dense_weight = load_weight(dense_weight_ptr, cols, H)
-    expert_weight = load_weight(expert_weight_ptr, cols, H)
-    router_weight = load_weight(router_weight_ptr, cols, H)
+    delta_weight, dense_weight = load_weight(delta_weight_ptr, cols, H), load_weight(dense_weight_ptr, cols, H)
+    expert_weight, router_weight = load_weight(expert_weight_ptr, cols, H), load_weight(router_weight_ptr, cols, H)
     after_previous(EARLY)
     delta, x = _row(delta_ptr, row, cols, H), _row(x_ptr, row, cols, H)
     delta = _normalized(delta, eps, H) * delta_weight.to(tl.float32)
@@ -252,15 +244,12 @@ def _combine_norms_kernel(
     dense_weight_ptr, expert_weight_ptr, weight_ptr, scalar_ptr, next_weight_ptr, next_in_ptr, eps,
     H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     keep = cols < H
     dtype = x_ptr.dtype.element_ty
     let_next_start(EARLY)
-    dense_weight = load_weight(dense_weight_ptr, cols, H)
-    expert_weight = load_weight(expert_weight_ptr, cols, H)
-    weight = load_weight(weight_ptr, cols, H)
-    scalar = tl.load(scalar_ptr)
+    dense_weight, expert_weight = load_weight(dense_weight_ptr, cols, H), load_weight(expert_weight_ptr, cols, H)
+    weight, scalar = load_weight(weight_ptr, cols, H), tl.load(scalar_ptr)
     next_weight = load_weight(next_weight_ptr, cols, H)
     after_previous(EARLY)
     routed = tl.zeros((BLOCK_H,), tl.float32)

@@ -1,7 +1,5 @@
 """Two 4-bit numbers a byte: byte j of a row holds element 2j in its low nibble and element 2j + 1 in its high one."""
 
-from __future__ import annotations
-
 import torch
 
 

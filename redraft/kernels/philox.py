@@ -3,8 +3,6 @@
 Pure function of (key, counter): any position of any pass can be drawn alone, on any device, in any order.
 """
 
-from __future__ import annotations
-
 import torch
 
 from redraft.kernels.launch import tl, triton

@@ -4,16 +4,12 @@ Pair (x[i], x[i + D/2]) turns by position * theta^(-2i/D); with partial_rotary_f
 `qkv_norm_rope` does all that lies between the QKV product and attention: norms, rope, and K and V into the arena.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 
 from redraft.config import LayerConfig
 from redraft.kernels.launch import after_previous, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
-from redraft.kernels.tables import LaunchSettings, run
+from redraft.kernels.tables import BlockSettings, run
 
 
 def inverse_frequencies(layer: LayerConfig) -> torch.Tensor:
@@ -92,8 +88,7 @@ def _qkv_norm_rope_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
-    row = tl.program_id(0)
-    part = tl.program_id(1)
+    row, part = tl.program_id(0), tl.program_id(1)
     lane = (row // N).to(tl.int64)
     slot = tl.load(slots_ptr + lane).to(tl.int64)
     i = row % N
@@ -103,8 +98,7 @@ def _qkv_norm_rope_kernel(
     keep = cols < HALF
     position = (tl.load(length_ptr + slot) + i).to(tl.float32)
     angle = position * tl.load(inv_freq_ptr + cols, mask=keep, other=0.0)
-    cos = rounded(tl.cos(angle), dtype)[None, :]
-    sin = rounded(tl.sin(angle), dtype)[None, :]
+    cos, sin = rounded(tl.cos(angle), dtype)[None, :], rounded(tl.sin(angle), dtype)[None, :]
     source = qkv_ptr + row.to(tl.int64) * stride_qkv
     if part < Q_PROGRAMS:
         heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -128,22 +122,15 @@ def _qkv_norm_rope_kernel(
         tl.store(values_ptr + arena + HALF, rounded(high * inverse, dtype), mask=mask)
 
 
-@dataclass(frozen=True)
-class RopeSettings(LaunchSettings):
-    """block_elements: elements of q (or of k) a program. With 2,048 one row of a sliding layer makes 3 programs, enough
-    of them for 132 SMs at 256 rows while the sines are computed once for 8 heads (4 warps, 16 elements a thread)."""
-
-    block_elements: int = 2048
-    num_warps: int = 4
-
-
-ROPE = RopeSettings()
+# Elements of q (or of k): one row of a sliding layer makes 3 programs, enough of them for 132 SMs at 256 rows while the
+# sines are computed once for 8 heads (4 warps, 16 elements a thread).
+ROPE = BlockSettings(2048)
 
 
 def qkv_norm_rope(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, inv_freq: torch.Tensor, length: torch.Tensor,
     slots: torch.Tensor, eps: float, *, q_out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_cap: int,
-    settings: RopeSettings | None = None,
+    settings: BlockSettings | None = None,
 ) -> None:  # fmt: skip
     """Norm every head of q, k and v, turn q and k to positions length + i, write q out and K and V to the arena.
 
@@ -159,7 +146,7 @@ def qkv_norm_rope(
     assert qkv.stride(1) == 1 and q_out.stride(3) == 1, "rows of qkv and q_out must be contiguous"
     has_v = qkv.shape[1] == (heads + 2 * kv_heads) * dim
 
-    def launch(s: RopeSettings) -> None:
+    def launch(s: BlockSettings) -> None:
         block_heads = min(max(1, s.block_elements // dim), triton.next_power_of_2(heads))
         q_programs = triton.cdiv(heads, block_heads)
         _qkv_norm_rope_kernel[(lanes * count, q_programs + triton.cdiv(kv_heads, block_heads))](
@@ -169,5 +156,4 @@ def qkv_norm_rope(
             BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=s.num_warps, **early_launch(),
         )  # fmt: skip
 
-    kernel = "rope.sliding" if has_v else "rope.full"
-    run(kernel, settings, ROPE, launch)
+    run("rope.sliding" if has_v else "rope.full", settings, ROPE, launch)

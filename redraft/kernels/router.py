@@ -9,8 +9,6 @@ therefore spread over programs of `chunk` columns; the last one to finish, told 
 in the order of their columns, so the result depends neither on who came last nor on the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +135,7 @@ def _route_kernel(
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
-    pid_m = tl.program_id(0).to(tl.int64)
-    pid_k = tl.program_id(1)
+    pid_m, pid_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     rows = pid_m * BLOCK_M + m
     e = tl.arange(0, BLOCK_E)

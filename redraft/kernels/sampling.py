@@ -17,8 +17,6 @@ tell them apart). Each thread remembers the tile of its best entry only; its ind
 `probabilities` writes softmax(logits / T) in BF16 for self-conditioning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +68,8 @@ def exponential_noise(seeds: torch.Tensor, length: int, vocab: int, canvas: int,
     positions = torch.arange(length, device=device)[:, None]
     last = torch.tensor(canvas * 2 + DRAW, device=device)
     words = philox(seeds[:, None, None], blocks, positions, torch.tensor(step, device=device), last)
-    return _exponential(words.flatten(-2)[..., :vocab])
-
-
-def _exponential(words: torch.Tensor) -> torch.Tensor:
-    """-log(1 - u) of u = (word + 1/2) / 2^32, by its series where 1 - u would lose u's digits."""
-    u = (words.float() + 0.5) * 2.0**-32
+    u = (words.flatten(-2)[..., :vocab].float() + 0.5) * 2.0**-32
+    # -log(1 - u), by its series where 1 - u would lose u's digits.
     return torch.where(u < 2.0**-12, u + 0.5 * u * u, -torch.log1p(-u))
 
 

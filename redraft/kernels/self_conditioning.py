@@ -18,6 +18,7 @@ import torch
 from redraft.kernels.launch import after_previous, early_launch, tl, triton
 from redraft.kernels.mlp import gated_into, gated_mlp
 from redraft.kernels.norms import ROW, RowSettings, rms_norm, rms_norm_into, slot_rows
+from redraft.kernels.products import Products
 from redraft.kernels.tables import run
 from redraft.kernels.weights import SelfConditioningWeights
 
@@ -51,18 +52,18 @@ class SelfConditioningBuffers:
 def self_condition(
     probs: torch.Tensor, embed: torch.Tensor, weights: SelfConditioningWeights, gate_up: torch.Tensor,
     done: torch.Tensor, slots: torch.Tensor, scale: float, eps: float, buffers: SelfConditioningBuffers,
-    signal: torch.Tensor,
+    signal: torch.Tensor, products: Products,
 ) -> None:  # fmt: skip
     """signal [S * C, H] of every slot that is not done from probs [R, V] of this pass, R = W * C.
 
     gate_up [2I, H] is gate_proj above up_proj. scale is sqrt(H) rounded to the weights' dtype. done int32 [S], slots
     int32 [W].
     """
-    torch.mm(probs, embed, out=buffers.soft)
+    products(probs, embed, buffers.soft)
     soft_norm(buffers.soft, weights.pre_norm, scale, eps)
-    torch.mm(buffers.soft, gate_up.t(), out=buffers.gate_up)
+    products(buffers.soft, gate_up.t(), buffers.gate_up)
     gated_into(buffers.gate_up, buffers.inner)
-    torch.mm(buffers.inner, weights.down_proj.t(), out=buffers.signal)
+    products(buffers.inner, weights.down_proj.t(), buffers.signal)
     scatter_signal(buffers.signal, done, slots, signal)
 
 

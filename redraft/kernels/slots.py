@@ -9,8 +9,6 @@ out when there is one block, as for 256 rows of 8 experts); in the next, program
 from the counts and numbers its own assignments by a running sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -111,8 +109,7 @@ def _assign_kernel(
     BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
-    expert = tl.program_id(0)
-    pid_b = tl.program_id(1)
+    expert, pid_b = tl.program_id(0), tl.program_id(1)
     n = pid_b * BLOCK_A + tl.arange(0, BLOCK_A)
     ids = tl.load(experts_ptr + n, mask=n < A, other=E)
     e = tl.arange(0, BLOCK_E)

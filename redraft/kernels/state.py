@@ -4,9 +4,8 @@ A slot holds one request. A pass works on lanes, and a table int32 [W] says whic
 its slot, and everything in it, whatever width the passes around it have.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -24,16 +23,14 @@ class SlotState:
     temperature: torch.Tensor  # fp32, of the pass under way; the rule writes it
 
     @classmethod
-    def allocate(cls, slots: int, device: torch.device | str) -> SlotState:
+    def allocate(cls, slots: int, device: torch.device | str) -> Self:
         """Empty slots: done, so that every kernel leaves them alone."""
-        whole = torch.int32
-        return cls(
-            seed=torch.zeros(slots, dtype=torch.int64, device=device),
-            canvas_index=torch.full((slots,), -1, dtype=whole, device=device),
-            step=torch.zeros(slots, dtype=whole, device=device),
-            done=torch.full((slots,), OUT_OF_STEPS, dtype=whole, device=device),
-            temperature=torch.ones(slots, device=device),
-        )
+
+        def full(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((slots,), value, dtype=dtype, device=device)
+
+        seed, temperature = full(0, torch.int64), full(1, torch.float32)
+        return cls(seed, canvas_index=full(-1), step=full(0), done=full(OUT_OF_STEPS), temperature=temperature)
 
     def admit(self, slot: int, seed: int) -> None:
         """Give a slot to a request."""
@@ -51,17 +48,8 @@ class Canvases:
     status: torch.Tensor  # int32 [S, 4] for the host: done, step, accepted positions, canvas index
 
     @classmethod
-    def allocate(cls, slots: int, length: int, device: torch.device | str) -> Canvases:
+    def allocate(cls, slots: int, length: int, device: torch.device | str) -> Self:
         """Zeros; a rule starts the first canvas."""
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        rows = slots * length
-        return cls(
-            tokens=zeros(rows, dtype=torch.int64),
-            argmax=zeros(rows, dtype=torch.int64),
-            entropy=zeros(rows, dtype=torch.float32),
-            accepted=zeros(rows, dtype=torch.int8),
-            status=zeros(slots, 4, dtype=torch.int32),
-        )
+        dtypes = {"tokens": torch.int64, "argmax": torch.int64, "entropy": torch.float32, "accepted": torch.int8}
+        rows = {name: torch.zeros(slots * length, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        return cls(**rows, status=torch.zeros(slots, 4, dtype=torch.int32, device=device))

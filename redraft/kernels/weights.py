@@ -1,7 +1,5 @@
 """Weights that are several tensors, as kernels and their references take them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

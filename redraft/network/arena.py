@@ -5,10 +5,9 @@ canvas may see, plus room for one canvas so that most commits write in place. Ro
 order; row r of a layer holds the position `length - rows + r`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -23,17 +22,14 @@ class LayerCache:
     """Keys and values of one layer, [B, kv_heads, rows, D]."""
 
     def __init__(self, shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype, device: torch.device):
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.window = window
-        self.rows = 0
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.window, self.rows = window, 0
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Store new rows and return all rows they may attend to, the new ones last."""
         total = self.rows + keys.shape[2]
         if total <= self.keys.shape[2]:
-            self.keys[:, :, self.rows : total] = keys
-            self.values[:, :, self.rows : total] = values
+            self.keys[:, :, self.rows : total], self.values[:, :, self.rows : total] = keys, values
             self.rows = total
             return self.keys[:, :, :total], self.values[:, :, :total]
         assert self.window is not None, "a full layer outgrew the arena"
@@ -57,6 +53,11 @@ class LayerCache:
         first = 0 if self.window is None else max(0, self.rows - (self.window - 1))
         return self.keys[:, :, first : self.rows], self.values[:, :, first : self.rows]
 
+    def with_own(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """What a canvas attends to: `prefix` and then its own rows. Nothing is stored."""
+        prefix_keys, prefix_values = self.prefix()
+        return torch.cat((prefix_keys, keys), dim=2), torch.cat((prefix_values, values), dim=2)
+
 
 class KVArena:
     """All layers' caches for a batch of sequences of equal length, shorter prompts padded on the left.
@@ -65,27 +66,17 @@ class KVArena:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device,
         padding: torch.Tensor | None = None,
-    ):
-        self.batch, self.capacity = batch, capacity
+    ):  # fmt: skip
         self._config, self._device = config, device
-        self.length = 0
+        self.batch, self.capacity, self.length = batch, capacity, 0
         self.padding = padding if padding is not None and bool(padding.any()) else None
-        self.layers = [
-            LayerCache(
-                (batch, layer.num_kv_heads, rows, layer.head_dim),
-                config.sliding_window if layer.kind == "sliding" else None,
-                dtype,
-                device,
-            )
-            for layer, rows in zip(config.layers, layer_rows(config, capacity), strict=True)
-        ]
+        self.layers = []
+        for layer, rows in zip(config.layers, layer_rows(config, capacity), strict=True):
+            window = config.sliding_window if layer.kind == "sliding" else None
+            shape = (batch, layer.num_kv_heads, rows, layer.head_dim)
+            self.layers.append(LayerCache(shape, window, dtype, device))
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` positions, keeping what is stored."""
@@ -109,8 +100,7 @@ class KVArena:
         if causal:
             mask = self._causal_mask(cache, count)
             return attention(q, *cache.extend(k, v), mask)
-        stored = cache.prefix()
-        k, v = (torch.cat(both, dim=2) for both in zip(stored, (k, v), strict=True))
+        k, v = cache.with_own(k, v)
         return attention(q, k, v, self._padding_mask(k.shape[2], count))
 
     def advance(self, count: int) -> None:
@@ -202,19 +192,17 @@ class SlotLayer:
     ring: bool
 
 
+@dataclass
 class SlotArena:
-    """The arena of fused passes: slots of their own lengths, nothing padded, nothing concatenated.
+    """The arena of fused passes: slots of their own lengths, nothing padded, nothing concatenated."""
 
-    `length` int32 [slots], on the device, counts each slot's committed positions.
-    """
-
-    def __init__(self, layers: list[SlotLayer], length: torch.Tensor):
-        self.layers, self.length = layers, length
+    layers: list[SlotLayer]
+    length: torch.Tensor  # int32 [slots], on the device: each slot's committed positions
 
     @classmethod
     def allocate(
         cls, config: ModelConfig, slots: int, capacity: int, in_flight: int, dtype: torch.dtype, device: torch.device
-    ) -> SlotArena:
+    ) -> Self:
         """Room for `slots` requests of `capacity` positions and for passes of `in_flight` rows a slot."""
         layers = []
         for layer in config.layers:

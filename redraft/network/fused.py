@@ -27,6 +27,7 @@ from redraft.kernels.experts_layout import TILE_ROWS, gemm_tiles, repack
 from redraft.kernels.kv_write import advance, commit_rows
 from redraft.kernels.mlp import gated_into, gated_product_into, product_into, products_fit
 from redraft.kernels.norms import combine_norms, embed_norms, residual_norms
+from redraft.kernels.products import Products
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope
 from redraft.kernels.router import route_into, router_scratch
 from redraft.kernels.sampling import Statistics, probabilities, sample
@@ -74,6 +75,7 @@ class FusedModel:
         self.expert_products = expert_products(*shapes, spec, self.device) if spec else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._shares = products_fit(self.device)
+        self.products = Products(config.canvas_length)
 
     @staticmethod
     def supports(config: ModelConfig, spec: QuantSpec | None) -> bool:
@@ -119,7 +121,7 @@ class FusedModel:
         """From a layer's normed input to b.delta, the attention's output product."""
         layer, kv = self.layers[index], arena.layers[index]
         h, w = b.heads[layer.config.kind], layer.weights
-        torch.mm(b.next_in, layer.qkv.t(), out=h.qkv)
+        self.products(b.next_in, layer.qkv.t(), h.qkv)
         qkv_norm_rope(
             h.qkv, w.q_norm, w.k_norm, layer.inv_freq, arena.length, slots, self.config.rms_norm_eps,
             q_out=h.q, keys=kv.keys, values=kv.values, rows_cap=kv.rows_cap,
@@ -135,7 +137,7 @@ class FusedModel:
                 self.config.sliding_window if kv.ring else None,
                 out=h.out, scratch=h.scratch, settings=h.settings,
             )  # fmt: skip
-        torch.mm(h.out, w.o_proj.t(), out=b.delta)
+        self.products(h.out, w.o_proj.t(), b.delta)
 
     def feed_forward(self, layer: FusedLayer, b: Buffers, next_weight: torch.Tensor, *, causal: bool) -> None:
         """From b.delta to the residual stream and the next layer's normed input."""
@@ -171,13 +173,23 @@ class FusedModel:
 
     def dense(self, layer: FusedLayer, b: Buffers) -> None:
         """The dense MLP: two launches that leave room beside them, or with more than one canvas the library's three."""
-        if self._shares and b.dense_in.shape[0] <= self.config.canvas_length:
-            gated_product_into(b.dense_in, layer.gate_up, b.inner)
-            product_into(b.inner, layer.weights.down_proj, b.dense)
+        down = layer.weights.down_proj
+        if not self._shares:
+            self.products(b.dense_in, layer.gate_up.t(), b.gate_up)
+            gated_into(b.gate_up, b.inner)
+            self.products(b.inner, down.t(), b.dense)
             return
-        torch.mm(b.dense_in, layer.gate_up.t(), out=b.gate_up)
-        gated_into(b.gate_up, b.inner)
-        torch.mm(b.inner, layer.weights.down_proj.t(), out=b.dense)
+
+        def together() -> None:
+            torch.mm(b.dense_in, layer.gate_up.t(), out=b.gate_up)
+            gated_into(b.gate_up, b.inner)
+            torch.mm(b.inner, down.t(), out=b.dense)
+
+        def apart(rows: slice) -> None:
+            gated_product_into(b.dense_in[rows], layer.gate_up, b.inner[rows])
+            product_into(b.inner[rows], down, b.dense[rows])
+
+        self.products.choose(("dense", b.dense_in.shape), b.dense_in, b.dense, together, apart)
 
     def route(self, layer: FusedLayer, b: Buffers) -> None:
         """Choose every row's experts and put the rows of an expert side by side."""
@@ -308,7 +320,7 @@ class DenoisePass:
 
     def head(self, model: FusedModel) -> None:
         """Raw logits of the last layer's output."""
-        torch.mm(self.rows.next_in, model.weights.embed.t(), out=self.logits)
+        model.products(self.rows.next_in, model.weights.embed.t(), self.logits)
 
     def sample(self, model: FusedModel, slots: torch.Tensor, state: SlotState) -> None:
         """From the raw logits to statistics and, in their place, probabilities."""
@@ -323,5 +335,5 @@ class DenoisePass:
         """From probabilities to the signal of the next pass."""
         self_condition(
             self.logits, model.weights.embed, model.weights.self_conditioning, model.conditioning_gate_up, state.done,
-            slots, model.embed_scale, model.config.rms_norm_eps, self.conditioning, signal,
+            slots, model.embed_scale, model.config.rms_norm_eps, self.conditioning, signal, model.products,
         )  # fmt: skip

@@ -32,10 +32,8 @@ class Model:
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, *, batch_invariant: bool = False):
-        self.config, self.batch_invariant = config, batch_invariant
-        self.weights = weights
-        self.device = weights.embed.device
-        self.dtype = weights.embed.dtype
+        self.config, self.weights, self.batch_invariant = config, weights, batch_invariant
+        self.device, self.dtype = weights.embed.device, weights.embed.dtype
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype, device=self.device)
         self._inv_freq = {layer.kind: inverse_frequencies(layer).to(self.device) for layer in config.layers}
 
@@ -71,14 +69,20 @@ class Model:
 
     def _self_condition(self, x: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         """post_norm(x + mlp(pre_norm(soft))), soft = softmax(logits) @ E * sqrt(H), or zero on the first pass."""
-        weights, eps = self.weights.self_conditioning, self.config.rms_norm_eps
+        weights = self.weights.self_conditioning
         if logits is not None:  # a gated MLP of zeros is zero
             probs = logits.softmax(dim=-1, dtype=torch.float32).to(self.dtype)
             soft = torch.matmul(probs, self.weights.embed) * self.embed_scale
-            signal = self._mlp(rms_norm(soft, weights.pre_norm, eps), weights)
+            signal = self._mlp(self._norm(soft, weights.pre_norm), weights)
             first = signal.shape[1]
             x = torch.cat((x[:, :first] + signal, x[:, first:]), dim=1)
-        return rms_norm(x, None, eps)
+        return self._norm(x, None)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _mlp(self, x: torch.Tensor, weights: LayerWeights | SelfConditioningWeights) -> torch.Tensor:
+        return gated_mlp(x, weights.gate_proj, weights.up_proj, weights.down_proj, self.batch_invariant)
 
     def _layers(self, x: torch.Tensor, arena: Arena, *, causal: bool) -> torch.Tensor:
         """All layers and the last norm."""
@@ -87,7 +91,7 @@ class Model:
             attend = partial(arena.attend, index, causal=causal)
             scalar = weights.encoder_scalar if causal else weights.decoder_scalar
             x = self._layer(x, layer, weights, tables[layer.kind], attend, scalar)
-        return rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
+        return self._norm(x, self.weights.norm)
 
     def _rope_tables(self, positions: torch.Tensor) -> dict[str, Table]:
         return {kind: rope_table(freq, positions, self.dtype) for kind, freq in self._inv_freq.items()}
@@ -96,36 +100,26 @@ class Model:
         self, x: torch.Tensor, layer: LayerConfig, weights: LayerWeights, table: Table, attend: Attend,
         scalar: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        eps = self.config.rms_norm_eps
-        attended = self._attention(rms_norm(x, weights.input_layernorm, eps), layer, weights, table, attend)
-        x = x + rms_norm(attended, weights.post_attention_layernorm, eps)
-        return (x + rms_norm(self._feed_forward(x, weights), weights.post_feedforward_layernorm, eps)) * scalar
+        attended = self._attention(self._norm(x, weights.input_layernorm), layer, weights, table, attend)
+        x = x + self._norm(attended, weights.post_attention_layernorm)
+        return (x + self._norm(self._feed_forward(x, weights), weights.post_feedforward_layernorm)) * scalar
 
     def _attention(
         self, x: torch.Tensor, layer: LayerConfig, weights: LayerWeights, table: Table, attend: Attend
     ) -> torch.Tensor:
-        eps = self.config.rms_norm_eps
         q = F.linear(x, weights.q_proj).unflatten(-1, (-1, layer.head_dim))
         k = F.linear(x, weights.k_proj).unflatten(-1, (-1, layer.head_dim))
         v = k if weights.v_proj is None else F.linear(x, weights.v_proj).unflatten(-1, (-1, layer.head_dim))
-        q = rotate(rms_norm(q, weights.q_norm, eps), table).transpose(1, 2)
-        k = rotate(rms_norm(k, weights.k_norm, eps), table).transpose(1, 2)
-        v = rms_norm(v, None, eps).transpose(1, 2)
+        q = rotate(self._norm(q, weights.q_norm), table).transpose(1, 2)
+        k = rotate(self._norm(k, weights.k_norm), table).transpose(1, 2)
+        v = self._norm(v, None).transpose(1, 2)
         return F.linear(attend(q, k, v), weights.o_proj)
 
-    def _mlp(self, x: torch.Tensor, weights: LayerWeights | SelfConditioningWeights) -> torch.Tensor:
-        return gated_mlp(x, weights.gate_proj, weights.up_proj, weights.down_proj, self.batch_invariant)
-
-    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
         """Dense MLP and routed experts, side by side on differently normed copies of one residual."""
-        eps = self.config.rms_norm_eps
-        dense = self._mlp(rms_norm(x, weights.pre_feedforward_layernorm, eps), weights)
-        flat = x.flatten(0, -2)
-        routing, index = route(
-            flat, weights.router_proj, weights.router_scale, weights.per_expert_scale, self.config.top_k_experts, eps
-        )
-        expert_in = rms_norm(flat, weights.pre_feedforward_layernorm_2, eps)
-        routed = run_experts(expert_in, weights.experts, routing, index, self.batch_invariant)
-        return rms_norm(dense, weights.post_feedforward_layernorm_1, eps) + rms_norm(
-            routed.view_as(x), weights.post_feedforward_layernorm_2, eps
-        )
+        dense = self._mlp(self._norm(x, w.pre_feedforward_layernorm), w)
+        flat, top_k, eps = x.flatten(0, -2), self.config.top_k_experts, self.config.rms_norm_eps
+        routing, index = route(flat, w.router_proj, w.router_scale, w.per_expert_scale, top_k, eps)
+        expert_in = self._norm(flat, w.pre_feedforward_layernorm_2)
+        routed = run_experts(expert_in, w.experts, routing, index, self.batch_invariant).view_as(x)
+        return self._norm(dense, w.post_feedforward_layernorm_1) + self._norm(routed, w.post_feedforward_layernorm_2)

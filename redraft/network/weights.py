@@ -4,8 +4,6 @@ Names follow transformers' parameter names. Encoder and decoder share everything
 `decoder_scalar`, the two per-layer output scalars that are buffers and never tied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any

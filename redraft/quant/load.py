@@ -1,31 +1,24 @@
 """A MODEL in memory: weights as stored, BF16 experts packed on the way, or random ones drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 
 from redraft.config import WEIGHT_FORMATS, QuantSpec, WeightFormat, check_choice
 from redraft.errors import CheckpointError, UsageError
-from redraft.network.weights import DenseExperts, LayerWeights, SelfConditioningWeights, Weights
+from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.quant.rtn import packed_experts
-from redraft.store.names import layer_tensors, shared_tensors
+from redraft.store.names import Shape
 from redraft.store.open import find_checkpoint
 from redraft.store.random import is_random, random_checkpoint
-from redraft.store.read import Checkpoint, CheckpointFiles, Progress, open_checkpoint
+from redraft.store.read import Checkpoint, CheckpointFiles, Progress, assemble, open_checkpoint
 
 
 def load_checkpoint(
-    model: str | Path,
-    weights: WeightFormat | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    spec: QuantSpec | None = None,
-    progress: Progress | None = None,
-    *,
-    verify: bool = False,
-) -> Checkpoint:
+    model: str | Path, weights: WeightFormat | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu", spec: QuantSpec | None = None, progress: Progress | None = None,
+    *, verify: bool = False,
+) -> Checkpoint:  # fmt: skip
     """Load any MODEL argument.
 
     weights "w4" (also None) gives packed experts, quantising a BF16 checkpoint layer by layer on `device` with `spec`
@@ -38,44 +31,32 @@ def load_checkpoint(
         return random_checkpoint(model, weights, dtype, device, spec, progress)
     source = open_checkpoint(find_checkpoint(model), verify)
     spec = _choose_spec(source, weights or "w4", spec)
-    config, target = source.config, torch.device(device)
-    layers = []
-    for i in range(config.num_layers):
-        layers.append(_load_layer(source, i, spec, dtype, target))
-        if progress is not None:
-            progress(i + 1, config.num_layers)
-    shared = {key: source.read(name).to(target, dtype) for key, (name, _) in shared_tensors(config).items()}
-    network = Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared))
-    return Checkpoint(source.path, source.format, config, source.settings, network, spec, source.notes)
+    target = torch.device(device)
+
+    def plain(field: str, name: str, shape: Shape) -> torch.Tensor:
+        return source.read(name).to(target, dtype)
+
+    def experts(layer: int) -> DenseExperts | PackedExperts:
+        if spec is not None:
+            return packed_experts(source, layer, spec, target)
+        return DenseExperts(*(tensor.to(target, dtype) for tensor in vars(source.read_experts(layer)).values()))
+
+    network = assemble(source.config, plain, experts, progress)
+    return Checkpoint(source.path, source.format, source.config, source.settings, network, spec, source.notes)
 
 
 def _choose_spec(source: CheckpointFiles, weights: WeightFormat, wanted: QuantSpec | None) -> QuantSpec | None:
     """Group sizes of the experts to be loaded; None for plain ones."""
-    if source.spec is not None:
-        if weights == "bf16":
-            raise CheckpointError(
-                f"{source.path}: holds 4-bit experts only, BF16 ones cannot be recovered; load it with weights='w4' or "
-                "give the BF16 checkpoint it was made from"
-            )
-        if wanted is not None and wanted != source.spec:
-            raise UsageError(
-                f"{source.path}: packed with {source.spec}, not {wanted}; quantise the BF16 checkpoint again"
-            )
-        return source.spec
+    if source.spec is not None and weights == "bf16":
+        raise CheckpointError(
+            f"{source.path}: holds 4-bit experts only, BF16 ones cannot be recovered; load it with weights='w4' or "
+            "give the BF16 checkpoint it was made from"
+        )
+    if source.spec is not None and wanted not in (None, source.spec):
+        packed = f"packed with {source.spec}, not {wanted}"
+        raise UsageError(f"{source.path}: {packed}; quantise the BF16 checkpoint again")
     if weights == "bf16":
         return None
-    spec = wanted or QuantSpec()
+    spec = source.spec or wanted or QuantSpec()
     spec.check(source.config)
     return spec
-
-
-def _load_layer(
-    source: CheckpointFiles, index: int, spec: QuantSpec | None, dtype: torch.dtype, device: torch.device
-) -> LayerWeights:
-    plain: dict[str, torch.Tensor | None] = {"v_proj": None}
-    for key, (name, _) in layer_tensors(source.config, index).items():
-        plain[key] = source.read(name).to(device, dtype)
-    if spec is None:
-        experts = DenseExperts(*(t.to(device, dtype) for t in vars(source.read_experts(index)).values()))
-        return LayerWeights(**plain, experts=experts)  # type: ignore[arg-type]
-    return LayerWeights(**plain, experts=packed_experts(source, index, spec, device))  # type: ignore[arg-type]

@@ -9,14 +9,12 @@ on one, the update fits too, but the side that was left alone would be changed w
 refused unless it is asked for.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -26,20 +24,18 @@ from redraft.store.names import DECODER, ENCODER, FLOATS, canonical_name, full_n
 from redraft.store.open import find_checkpoint, published_label
 from redraft.store.read import Progress, open_checkpoint
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, read_tensor
-from redraft.store.write import copy_part, shard_names, shards, write_checkpoint
+from redraft.store.write import plan_changes, write_checkpoint
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # Fields that change no merged weight: what was adapted, which the tensors' names say again, and how it was trained.
-_NO_EFFECT = frozenset(
-    (
-        "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-        "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
-        "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
-    )
-)  # fmt: skip
+_NO_EFFECT = frozenset((
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+))  # fmt: skip
 _READ = frozenset(("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"))
 _UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")  # initialisations that leave the base as it is
 
@@ -53,15 +49,11 @@ class Factors:
     b: TensorInfo
     scale: float
 
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
     def delta(self) -> torch.Tensor:
         """B A * scale, fp32 [out, in]."""
         return (read_tensor(self.b).float() @ read_tensor(self.a).float()) * self.scale
 
-    def equals(self, other: Factors) -> bool:
+    def equals(self, other: Self) -> bool:
         """Whether both add the same to a weight, bit for bit."""
         pairs = ((self.a, other.a), (self.b, other.b))
         return self.scale == other.scale and all(torch.equal(read_tensor(x), read_tensor(y)) for x, y in pairs)
@@ -88,14 +80,9 @@ class MergeReport:
 
 
 def merge_lora(
-    base: str | Path,
-    adapter: str | Path,
-    dst: str | Path,
-    *,
-    both_sides: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> MergeReport:
+    base: str | Path, adapter: str | Path, dst: str | Path,
+    *, both_sides: bool = False, overwrite: bool = False, progress: Progress | None = None,
+) -> MergeReport:  # fmt: skip
     """Write the BF16 checkpoint `base` with the PEFT adapter `adapter` merged to the directory `dst`.
 
     Both are directories or hub ids. Everything the adapter does not name is kept bit for bit; the report lists what was
@@ -121,11 +108,12 @@ def merge_lora(
     def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
         return merge(weight, targets[name][0]) if name in targets else weight
 
-    split = shards(source.tensors)
-    parts = [copy_part(source, *shard, merged) for shard in zip(shard_names(len(split)), split, strict=True)]
     identity = ["merge-lora", file_sha256(folder / CONFIG), file_sha256(folder / WEIGHTS)]
+    parts = plan_changes(source, merged)
     write_checkpoint(source, Path(dst), parts, identity, overwrite=overwrite, progress=progress)
-    changed = [MergedTensor(name, [f.module for f in fs], fs[0].rank, fs[0].scale) for name, fs in targets.items()]
+    changed = [
+        MergedTensor(name, [f.module for f in fs], fs[0].a.shape[0], fs[0].scale) for name, fs in targets.items()
+    ]
     labels = published_label(base, source.path), published_label(adapter, folder)
     return MergeReport(*labels, changed, sentences)
 
@@ -136,24 +124,24 @@ def read_adapter(folder: Path) -> list[Factors]:
     Raises CheckpointError for anything that is not plain LoRA on Linear layers: other methods, DoRA, biases, whole
     modules trained along, initialisations that change the base, pickled weights.
     """
-    pickled = folder / "adapter_model.bin"
-    if not (folder / WEIGHTS).is_file():
-        if pickled.is_file():
-            raise CheckpointError(
-                f"{pickled}: pickled weights can run code and are not read; load the adapter with peft and save it "
-                "again with save_pretrained, which writes safetensors"
-            )
-        raise CheckpointError(f"{folder / WEIGHTS}: file is missing; this is not a PEFT adapter directory")
+    weights, pickled = folder / WEIGHTS, folder / "adapter_model.bin"
+    if not weights.is_file() and pickled.is_file():
+        raise CheckpointError(
+            f"{pickled}: pickled weights can run code and are not read; load the adapter with peft and save it again "
+            "with save_pretrained, which writes safetensors"
+        )
+    if not weights.is_file():
+        raise CheckpointError(f"{weights}: file is missing; this is not a PEFT adapter directory")
     config = read_json(folder / CONFIG)
     _check_config(folder / CONFIG, config)
     modules: dict[str, dict[str, TensorInfo]] = {}
-    for info in read_header(folder / WEIGHTS):
+    for info in read_header(weights):
         found = _FACTOR.fullmatch(info.name)
         if not found:
             raise CheckpointError(f"{info} is not a LoRA factor of a Linear (...lora_A.weight or ...lora_B.weight)")
         modules.setdefault(found[1], {})[found[2]] = info
     if not modules:
-        raise CheckpointError(f"{folder / WEIGHTS}: holds no tensors")
+        raise CheckpointError(f"{weights}: holds no tensors")
     return [_factors(folder / CONFIG, config, module, pair) for module, pair in sorted(modules.items())]
 
 
@@ -172,10 +160,9 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _factors(file: Path, config: Mapping[str, Any], module: str, pair: Mapping[str, TensorInfo]) -> Factors:
-    some = next(iter(pair.values()))
-    if len(pair) != 2:
-        missing = "B" if "A" in pair else "A"
-        raise CheckpointError(f"{some}: its other factor, lora_{missing}.weight, is missing")
+    for factor, other in (("A", "B"), ("B", "A")):
+        if factor not in pair:
+            raise CheckpointError(f"{pair[other]}: its other factor, lora_{factor}.weight, is missing")
     a, b = pair["A"], pair["B"]
     for info in (a, b):
         if info.dtype not in FLOATS or len(info.shape) != 2:
@@ -246,9 +233,8 @@ def one_sided(targets: Mapping[str, list[Factors]]) -> list[str]:
     """What merging changes beyond the modules that the adapter names, a sentence for each side."""
     sentences = []
     for prefix, side, other in ((ENCODER, "encoder", "decoder"), (DECODER, "decoder", "encoder")):
-        shared = [name for name, (f, *more) in targets.items() if not more and full_name(f.module).startswith(prefix)]
-        shared = [name for name in shared if name.startswith(f"{DECODER}layers.")]
-        if shared:
+        single = {name: f for name, (f, *more) in targets.items() if not more and name.startswith(f"{DECODER}layers.")}
+        if shared := [name for name, f in single.items() if full_name(f.module).startswith(prefix)]:
             sentences.append(
                 f"{len(shared)} weights are named on the {side}'s side only, {shared[0]} among them; they are tied, so "
                 f"merging changes the {other} too, which the unmerged adapter leaves as it was"

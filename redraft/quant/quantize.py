@@ -1,9 +1,8 @@
 """From a BF16 checkpoint to a packed one, in `dg-w4a16-v1` or in the per-expert files that other programs read."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,9 @@ GROUPS = (64, 32)  # of exports
 
 
 def quantize(
-    src: str | Path,
-    dst: str | Path,
-    spec: QuantSpec | None = None,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    device: torch.device | str = "cpu",
-) -> QuantReport:
+    src: str | Path, dst: str | Path, spec: QuantSpec | None = None,
+    *, overwrite: bool = False, progress: Progress | None = None, device: torch.device | str = "cpu",
+) -> QuantReport:  # fmt: skip
     """Write the checkpoint `src` (directory, hub id or "demo") to the directory `dst` in `dg-w4a16-v1`.
 
     Only the routed experts are packed, in groups of `spec` (None: the published sizes), computed on `device`.
@@ -61,15 +55,9 @@ def quantize(
 
 
 def export_compressed_tensors(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    group: int = 64,
-    symmetric: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    device: torch.device | str = "cpu",
-) -> QuantReport:
+    src: str | Path, dst: str | Path, *, group: int = 64, symmetric: bool = False,
+    overwrite: bool = False, progress: Progress | None = None, device: torch.device | str = "cpu",
+) -> QuantReport:  # fmt: skip
     """Write the BF16 checkpoint `src` (directory, hub id or "demo") to the directory `dst` in `pack-quantized`.
 
     Every projection of every routed expert becomes a Linear of its own in groups of `group` (64 or 32); all else is
@@ -79,22 +67,14 @@ def export_compressed_tensors(
     if group not in GROUPS:
         raise UsageError(f"group size is {group}, expected {' or '.join(map(str, GROUPS))}")
     layout = CompressedTensors(group, symmetric)
-
-    def pack(dense: DenseExperts, layer: int, where: str) -> dict[str, torch.Tensor]:
-        return layout.write_layer(dense, layer, where, device)
-
+    pack = partial(layout.write_layer, device=device)
     return _write(src, dst, layout, pack, lambda _: {}, device, overwrite=overwrite, progress=progress)
 
 
 def _write(
-    src: str | Path,
-    dst: str | Path,
-    layout: Format,
-    pack: Callable[[DenseExperts, int, str], dict[str, torch.Tensor]],
-    describe: Callable[[QuantReport], Mapping[str, Any]],
-    device: torch.device | str,
-    **options: Any,
-) -> QuantReport:
+    src: str | Path, dst: str | Path, layout: Format, pack: Callable[[DenseExperts, int, str], dict[str, torch.Tensor]],
+    describe: Callable[[QuantReport], Mapping[str, Any]], device: torch.device | str, **options: Any,
+) -> QuantReport:  # fmt: skip
     """Write a BF16 checkpoint in a packed format: `pack` makes a layer's tensors, `describe` files of the report.
 
     options: of `write_checkpoint`.

@@ -6,8 +6,6 @@ source as it is, with the lines that import from redraft rewritten. The entry mo
 module reads, which has its name but another suffix, becomes a string at the module's end.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -11,7 +11,6 @@ import torch
 
 from redraft.config import QuantSpec
 from redraft.kernels.packing import dequantize
-from redraft.store.names import PARTS, part_of
 
 if TYPE_CHECKING:
     from redraft.store.read import CheckpointFiles
@@ -84,15 +83,6 @@ def make_report(
     source: CheckpointFiles, label: str, spec: QuantSpec, errors: list[TensorError], bytes_after: int
 ) -> QuantReport:
     """The report on packing the experts of `source`, which published files call `label`."""
-    kept: dict[str, list[int]] = {}
-    for name, info in source.kept.items():
-        kept.setdefault(part_of(name), []).append(info.nbytes)
-    experts = [places[0].nbytes for name, places in source.text.items() if part_of(name) == "experts"]
-    return QuantReport(
-        source=label,
-        spec=spec,
-        tensors=errors,
-        kept=[Kept(part, len(kept[part]), sum(kept[part]), REASONS[part]) for part in PARTS if part in kept],
-        bytes_before=sum(experts) + sum(map(sum, kept.values())),
-        bytes_after=bytes_after,
-    )
+    sizes = {part: [info.nbytes for info in infos] for part, infos in source.parts.items()}
+    kept = [Kept(part, len(sizes[part]), sum(sizes[part]), why) for part, why in REASONS.items() if part in sizes]
+    return QuantReport(label, spec, errors, kept, sum(map(sum, sizes.values())), bytes_after)

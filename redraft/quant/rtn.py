@@ -67,20 +67,15 @@ def _round_up_to_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_bad(weight: torch.Tensor) -> str:
-    bad = int((~torch.isfinite(weight)).sum())
-    if bad:
+    if bad := int((~torch.isfinite(weight)).sum()):
         return f"{bad} of {weight.numel()} weights are not finite (inf or NaN); the checkpoint is damaged"
     return f"weights up to {float(weight.abs().max()):g} do not fit 4 bits with an fp16 scale (largest 65504)"
 
 
 def quantize_experts(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    spec: QuantSpec,
-    *,
-    where: str = "experts",
-    device: torch.device | str | None = None,
-) -> PackedExperts:
+    gate_up: torch.Tensor, down: torch.Tensor, spec: QuantSpec,
+    *, where: str = "experts", device: torch.device | str | None = None,
+) -> PackedExperts:  # fmt: skip
     """Pack one layer's experts: gate_up [E, 2I, H] and down [E, H, I], any float dtype.
 
     Works on `device` (default: where the weights are), where the result also stays, one expert at a time: the extra

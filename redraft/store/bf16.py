@@ -1,11 +1,9 @@
 """The format that transformers saves: a layer's experts as two tensors in BF16, fp16 or fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from redraft.config import ModelConfig
 from redraft.network.weights import DenseExperts
@@ -21,7 +19,7 @@ class Bf16(Format):
     spec = None
 
     @classmethod
-    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> Bf16:
+    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> Self:
         return cls()
 
     def expected(self, config: ModelConfig, layer: int) -> dict[str, Entry]:

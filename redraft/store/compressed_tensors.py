@@ -21,12 +21,10 @@ to nearest and q and z computed from the rounded ones. Measured on 1024 x 2816 B
     symmetric, s = max(hi, -lo) / 7.5                     19.77 / 20.46    16.30 / 17.82
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -35,7 +33,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import pack_nibbles, unpack_nibbles
 from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.store.format import Entry, Format, Read
-from redraft.store.names import DECODER, FLOATS
+from redraft.store.names import FLOATS, packed_name
 
 FORMAT = "compressed-tensors"
 PACKING = "pack-quantized"
@@ -44,25 +42,14 @@ SMALLEST_SCALE = 2.0**-17  # from here on fp16 holds every BF16 number
 LARGEST_SCALE = 65280.0  # the largest BF16 number that fp16 holds
 # Every Linear that is not an expert, on both sides and in the vision tower.
 IGNORE = (
-    "lm_head",
-    r"re:.*\.self_attn\.[qkvo]_proj.*",
-    r"re:.*\.mlp\.(gate|up|gate_up|down)_proj.*",
-    r"re:.*\.router\.proj$",
-    r"re:.*\.self_conditioning\..*",
-    r"re:.*vision_tower\..*",
-    r"re:.*embed_vision\..*",
-)
+    "lm_head", r"re:.*\.self_attn\.[qkvo]_proj.*", r"re:.*\.mlp\.(gate|up|gate_up|down)_proj.*",
+    r"re:.*\.router\.proj$", r"re:.*\.self_conditioning\..*", r"re:.*vision_tower\..*", r"re:.*embed_vision\..*",
+)  # fmt: skip
 # What a group of the configuration must say; a key that is absent means the first value.
 _WEIGHTS = {
-    "num_bits": (4,),
-    "type": ("int",),
-    "strategy": ("group",),
-    "actorder": (None, "weight", "static"),
-    "dynamic": (False,),
-    "block_structure": (None,),
-}
-
-
+    "num_bits": (4,), "type": ("int",), "strategy": ("group",), "actorder": (None, "weight", "static"),
+    "dynamic": (False,), "block_structure": (None,),
+}  # fmt: skip
 _Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8 [N, K/2], scale and zero fp16 [N, K/G]
 
 
@@ -80,9 +67,7 @@ class CompressedTensors(Format):
         return QuantSpec(self.group, self.group)
 
     @classmethod
-    def describe(
-        cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig
-    ) -> CompressedTensors | None:
+    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> Self | None:
         if quantization is None or quantization["quant_method"] != FORMAT:
             return None
         where = str(path / "config.json")
@@ -115,20 +100,20 @@ class CompressedTensors(Format):
         `weight_shape` contradicts config.json.
         """
         keys = ("packed", "scale", "shape") if self.symmetric else ("packed", "scale", "shape", "zero_point")
-        parts: dict[str, list[_Matrix]] = {projection: [] for projection in PROJECTIONS}
-        for projection, matrices in parts.items():
-            shape = matrix_shape(config, projection)
-            for expert in range(config.num_experts):
-                stored = {key: read(tensor_name(layer, expert, projection, key)) for key in keys}
-                try:
-                    matrices.append(_read_matrix(stored, shape))
-                except ValueError as e:
-                    raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
-        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
-        gate_up = [tuple(map(torch.cat, zip(gate, up, strict=True))) for gate, up in pairs]
-        return PackedExperts(
-            *map(torch.stack, zip(*gate_up, strict=True)), *map(torch.stack, zip(*parts["down_proj"], strict=True))
-        )
+
+        def matrix(expert: int, projection: str) -> _Matrix:
+            stored = {key: read(tensor_name(layer, expert, projection, key)) for key in keys}
+            try:
+                return _read_matrix(stored, matrix_shape(config, projection))
+            except ValueError as e:
+                raise CheckpointError(f"{where}: tensor {tensor_name(layer, expert, projection, str(e))}") from None
+
+        def stacked(projection: str) -> list[torch.Tensor]:
+            matrices = [matrix(expert, projection) for expert in range(config.num_experts)]
+            return [torch.stack(tensors) for tensors in zip(*matrices, strict=True)]
+
+        gate, up, down = map(stacked, PROJECTIONS)
+        return PackedExperts(*(torch.cat(pair, 1) for pair in zip(gate, up, strict=True)), *down)
 
     def write_layer(
         self, dense: DenseExperts, layer: int, where: str, device: torch.device | str
@@ -165,35 +150,32 @@ def _read_scheme(where: str, quantization: Mapping[str, Any]) -> tuple[int, bool
     Raises CheckpointError naming `where` and the field that is not read.
     """
 
-    def refuse(field: str, found: object, expected: str) -> CheckpointError:
-        return CheckpointError(f"{where}: quantization_config.{field} is {found!r}; Redraft reads {expected}")
+    def need(ok: bool, field: str, found: object, expected: str) -> None:
+        if not ok:
+            raise CheckpointError(f"{where}: quantization_config.{field} is {found!r}; Redraft reads {expected}")
 
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise refuse("config_groups", groups, "one group, the experts'")
+    groups: Any = quantization.get("config_groups")
+    need(isinstance(groups, Mapping) and len(groups) == 1, "config_groups", groups, "one group, the experts'")
     ((name, group),) = groups.items()
     place = f"config_groups.{name}"
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise refuse(place, group, "groups with weights")
+    weights: Any = group.get("weights") if isinstance(group, Mapping) else None
+    need(isinstance(weights, Mapping), place, group, "groups with weights")
     form = group.get("format") or quantization.get("format")
-    if form != PACKING:
-        raise refuse("format", form, f"{PACKING!r} only")
+    need(form == PACKING, "format", form, f"{PACKING!r} only")
     for key in ("input_activations", "output_activations"):
-        if group.get(key):
-            raise refuse(f"{place}.{key}", group[key], "weights-only quantisation")
+        need(not group.get(key), f"{place}.{key}", group.get(key), "weights-only quantisation")
     for key, accepted in _WEIGHTS.items():
-        if weights.get(key, accepted[0]) not in accepted:
-            raise refuse(f"{place}.weights.{key}", weights[key], " or ".join(map(repr, accepted)))
-    size, symmetric = weights.get("group_size"), weights.get("symmetric", True)
-    if not isinstance(size, int) or size < 8 or size % 8:
-        raise refuse(f"{place}.weights.group_size", size, "multiples of 8")
-    return size, bool(symmetric)
+        found = weights.get(key, accepted[0])
+        need(found in accepted, f"{place}.weights.{key}", found, " or ".join(map(repr, accepted)))
+    size = weights.get("group_size")
+    whole = isinstance(size, int) and size >= 8 and size % 8 == 0
+    need(whole, f"{place}.weights.group_size", size, "multiples of 8")
+    return size, bool(weights.get("symmetric", True))
 
 
 def tensor_name(layer: int, expert: int, projection: str, key: str) -> str:
     """Canonical name of one stored tensor; key without the leading `weight_`."""
-    return f"{DECODER}layers.{layer}.experts.{expert}.{projection}.weight_{key}"
+    return packed_name(layer, f"{expert}.{projection}.weight_{key}")
 
 
 def matrix_shape(config: ModelConfig, projection: str) -> tuple[int, int]:
@@ -221,11 +203,8 @@ def pack(weight: torch.Tensor, scheme: CompressedTensors, where: str) -> dict[st
     s = scale.float()
     zero = torch.full_like(s, 8.0) if scheme.symmetric else (-lo / s).round_().clamp_(0, 15)
     q = (w / s.unsqueeze(-1)).add_(zero.unsqueeze(-1)).round_().clamp_(0, 15)
-    packed = {
-        "packed": _words(q.flatten(-2).to(torch.uint8)),
-        "scale": scale,
-        "shape": torch.tensor(weight.shape, dtype=torch.int64),
-    }
+    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    packed = {"packed": _words(q.flatten(-2).to(torch.uint8)), "scale": scale, "shape": shape}
     if not scheme.symmetric:
         packed["zero_point"] = _words(zero.T.to(torch.uint8)).T.contiguous()
     return packed
@@ -248,8 +227,7 @@ def _read_matrix(stored: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> 
             f"scale: fp16 does not hold {lost} of its {scale.numel()} scales exactly; export the BF16 checkpoint "
             "again, with scales in fp16, or in BF16 of at least 2^-17"
         )
+    zero = torch.full_like(scale, 8.0)
     if "zero_point" in stored:
         zero = unpack_nibbles(stored["zero_point"].T.contiguous().view(torch.uint8)).T.half()
-    else:
-        zero = torch.full_like(scale, 8.0)
     return stored["packed"].view(torch.uint8), scale, zero

@@ -6,22 +6,20 @@ A directory holds config.json, generation_config.json, tokenizer files, `w4_meta
 same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from redraft.config import ModelConfig, QuantSpec, read_json
 from redraft.errors import CheckpointError, UsageError
 from redraft.network.weights import PackedExperts
-from redraft.store.format import Entry, Format, Read, shard_name
-from redraft.store.names import PACKED_NAMES, packed_layer, packed_name
+from redraft.store.format import Entry, Format, Read, shard_names
+from redraft.store.names import PACKED_NAMES, Shape, packed_layer, packed_name
 from redraft.store.tensorfile import TensorInfo
 
 FORMAT = "dg-w4a16-v1"
@@ -31,8 +29,6 @@ EXPERT_FILES = "experts_*.safetensors"
 # Redraft would warn and leave the experts random, and stops at this size mismatch instead.
 FENCE = "model.decoder.layers.0.experts.gate_up_proj"
 FENCE_FILE = "needs_redraft.safetensors"
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class DgW4A16(Format):
     described: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> DgW4A16 | None:
+    def describe(cls, path: Path, quantization: Mapping[str, Any] | None, config: ModelConfig) -> Self | None:
         """w4_meta.json, config.json, or both say so: `save_pretrained` of transformers writes the latter only."""
         described: dict[str, Mapping[str, Any]] = {}
         if quantization is not None and quantization["quant_method"] == FORMAT:
@@ -58,7 +54,7 @@ class DgW4A16(Format):
     def expert_files(self, path: Path) -> list[Path]:
         return sorted(path.glob(EXPERT_FILES))
 
-    def settled(self, path: Path, config: ModelConfig, text: Mapping[str, list[TensorInfo]]) -> DgW4A16:
+    def settled(self, path: Path, config: ModelConfig, text: Mapping[str, list[TensorInfo]]) -> Self:
         """Group sizes from the shapes of the first layer's scales; sizes that a description has must agree."""
         groups: dict[str, int] = {}
         dims = {"gu_s": ("group_gate_up", config.hidden_size), "dn_s": ("group_down", config.moe_intermediate_size)}
@@ -102,7 +98,7 @@ class DgW4A16(Format):
 
     def file_names(self, layers: int, shards: int) -> list[str]:
         """Even a single shard is called one of several, so that transformers reads the index, which lists experts."""
-        return [*map(expert_file, range(layers)), *(shard_name(i, shards) for i in range(1, shards + 1))]
+        return [*map(expert_file, range(layers)), *shard_names(shards)]
 
 
 def expert_file(layer: int) -> str:

@@ -3,8 +3,6 @@
 A new format is a subclass in a file of its own and an entry of `read.FORMATS`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,15 +13,16 @@ import torch
 
 from redraft.config import ModelConfig, QuantSpec
 from redraft.network.weights import DenseExperts, PackedExperts
+from redraft.store.names import text_tensors
 from redraft.store.tensorfile import DTYPES, TensorInfo
 
 Entry = tuple[tuple[str, ...], tuple[int, ...]]  # safetensors dtypes accepted, the first of which is written; shape
 Read = Callable[[str], torch.Tensor]  # a tensor by canonical name, on the CPU, dtype as stored
 
 
-def shard_name(number: int, count: int) -> str:
-    """transformers' name of the file `number` of `count`, counted from 1, which an index lists."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+def shard_names(count: int) -> list[str]:
+    """transformers' names of `count` files that an index lists."""
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 class Format(ABC):
@@ -53,6 +52,13 @@ class Format(ABC):
     def expected(self, config: ModelConfig, layer: int) -> dict[str, Entry]:
         """The stored tensors of one layer's experts by canonical name."""
 
+    def tensors(self, config: ModelConfig) -> dict[str, Entry]:
+        """All stored tensors of the text network by canonical name."""
+        expected = text_tensors(config)
+        for layer in range(config.num_layers):
+            expected |= self.expected(config, layer)
+        return expected
+
     def place(self, path: Path, name: str) -> Path:
         """Where the tensor of this canonical name should be, for the error that it is missing."""
         return path
@@ -74,7 +80,7 @@ class Format(ABC):
 
     def file_names(self, layers: int, shards: int) -> list[str]:
         """Names of one file a layer, and of the shards that hold everything else."""
-        return [shard_name(i, layers + shards) for i in range(1, layers + shards + 1)]
+        return shard_names(layers + shards)
 
     def layer_bytes(self, config: ModelConfig) -> int:
         """Bytes of one layer's experts as stored."""

@@ -1,7 +1,5 @@
 """manifest.json: what Redraft wrote into a directory, for finding damage. Other writers leave none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +41,9 @@ def _check_headers(path: Path, manifest: dict[str, Any], infos: list[TensorInfo]
     recorded = manifest["tensors"]
     for info in infos:
         entry = recorded.get(info.name)
-        found = {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape)}
-        if entry is None or {key: entry[key] for key in found} != found:
-            raise CheckpointError(f"{info} differs from what {MANIFEST} recorded for it: {found} against {entry}")
+        if entry is None or {key: entry[key] for key in info.recorded} != info.recorded:
+            against = f"{info.recorded} against {entry}"
+            raise CheckpointError(f"{info} differs from what {MANIFEST} recorded for it: {against}")
     absent = set(recorded) - {info.name for info in infos}
     if absent:
         raise CheckpointError(f"{path / recorded[min(absent)]['file']}: tensor {min(absent)} is missing")

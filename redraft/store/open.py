@@ -35,9 +35,8 @@ def find_checkpoint(model: str | Path) -> Path:
     """
     if model == "demo":
         if not DEMO.is_dir():
-            raise CheckpointError(
-                f"{DEMO}: the bundled checkpoint is missing from this installation; reinstall Redraft"
-            )
+            missing = "the bundled checkpoint is missing from this installation"
+            raise CheckpointError(f"{DEMO}: {missing}; reinstall Redraft")
         return DEMO
     if is_random(model):
         raise CheckpointError(f"{model}: random weights live in memory and have no files; give a stored checkpoint")
@@ -48,9 +47,8 @@ def find_checkpoint(model: str | Path) -> Path:
         raise CheckpointError(f"{path}: is a file, expected a checkpoint directory; name the directory that holds it")
     if isinstance(model, str) and _HUB_ID.fullmatch(model) and not model.startswith("."):
         return _download(model)
-    raise CheckpointError(
-        f"{model}: no such directory; give a checkpoint directory, a hub id such as org/name, or demo"
-    )
+    known = "a checkpoint directory, a hub id such as org/name, or demo"
+    raise CheckpointError(f"{model}: no such directory; give {known}")
 
 
 def published_label(model: str | Path, path: Path) -> str:
@@ -81,9 +79,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if is_random(path):
         return random_tokenizer(named(path)[0])
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer.model").is_file():
-        raise CheckpointError(
-            f"{path / 'tokenizer.json'}: file is missing; copy the tokenizer files of the original here"
-        )
+        file = path / "tokenizer.json"
+        raise CheckpointError(f"{file}: file is missing; copy the tokenizer files of the original here")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # the tokenizers library raises bare Exceptions

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +25,11 @@ from redraft.config import DecodeSettings, LayerConfig, ModelConfig, QuantSpec, 
 from redraft.device import free_memory
 from redraft.errors import RedraftError, UsageError
 from redraft.kernels.packing import dequantize
-from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
+from redraft.network.weights import DenseExperts, PackedExperts
 from redraft.store.bf16 import Bf16
 from redraft.store.dg_w4a16 import DgW4A16, packed_shapes
-from redraft.store.names import layer_tensors, shared_tensors, text_tensors
-from redraft.store.read import Checkpoint, CheckpointFiles, Progress
+from redraft.store.names import Shape, text_tensors
+from redraft.store.read import Checkpoint, CheckpointFiles, Progress, assemble
 from redraft.store.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
@@ -89,30 +88,23 @@ def named(model: str | Path) -> tuple[ModelConfig, int]:
     found = _NAME.fullmatch(str(model))
     if not found or found[1] not in PRESETS:
         known = ", ".join(PREFIX + name for name in PRESETS)
-        raise UsageError(
-            f"{model}: no such random model; known are {known}, each also with a seed as in {PREFIX}tiny:7"
-        )
+        seeded = f"each also with a seed as in {PREFIX}tiny:7"
+        raise UsageError(f"{model}: no such random model; known are {known}, {seeded}")
     return PRESETS[found[1]], int(found[2] or 0) % 2**63
 
 
 def random_files(model: str | Path) -> CheckpointFiles:
     """The headers that a packed checkpoint of these shapes would have; there is no file behind them."""
     (config, _), layout, path = named(model), DgW4A16(QuantSpec()), Path(str(model))
-    expected = text_tensors(config)
-    for layer in range(config.num_layers):
-        expected |= layout.expected(config, layer)
-    text = {name: [TensorInfo(name, path, dtypes[0], shape, 0)] for name, (dtypes, shape) in expected.items()}
+    expected = layout.tensors(config).items()
+    text = {name: [TensorInfo(name, path, dtypes[0], shape, 0)] for name, (dtypes, shape) in expected}
     return CheckpointFiles(path, layout, config, _settings(config), text, {})
 
 
 def random_checkpoint(
-    model: str | Path,
-    weights: WeightFormat | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    spec: QuantSpec | None = None,
-    progress: Progress | None = None,
-) -> Checkpoint:
+    model: str | Path, weights: WeightFormat | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu", spec: QuantSpec | None = None, progress: Progress | None = None,
+) -> Checkpoint:  # fmt: skip
     """Draw a whole network on `device`; the arguments are those of `quant.load.load_checkpoint`.
 
     The same name gives the same weights on the same kind of device. Raises UsageError for an unknown name or group
@@ -127,54 +119,38 @@ def random_checkpoint(
             f"{model}: the weights take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {target}; "
             "use another device, a smaller model or weights w4"
         )
-    draw = _Draw(config, spec, dtype, torch.Generator(target).manual_seed(seed))
-    layers = []
-    for i in range(config.num_layers):
-        layers.append(draw.layer(i, layout.spec is None))
-        if progress is not None:
-            progress(i + 1, config.num_layers)
+    generator = torch.Generator(target).manual_seed(seed)
+
+    def plain(field: str, name: str, shape: Shape) -> torch.Tensor:
+        return _draw(field, torch.empty(shape, device=generator.device, dtype=dtype), generator)
+
+    def experts(layer: int) -> DenseExperts | PackedExperts:
+        packed = draw_experts(config, spec, generator)
+        return unpack_experts(packed, dtype) if weights == "bf16" else packed
+
+    network = assemble(config, plain, experts, progress)
     notes = ["the weights are random: timings and memory are real, answers are noise"]
-    network = draw.shared(layers)
     return Checkpoint(Path(str(model)), layout.name, config, _settings(config), network, layout.spec, notes)
 
 
 def weight_bytes(config: ModelConfig, spec: QuantSpec | None, dtype: torch.dtype) -> int:
     """Bytes of all weights in memory: experts packed with `spec`, or like everything else in `dtype`."""
     plain = sum(math.prod(shape) for _, shape in text_tensors(config).values())
-    if spec is not None:
-        return plain * dtype.itemsize + config.num_layers * DgW4A16(spec).layer_bytes(config)
-    experts = sum(math.prod(shape) for _, shape in Bf16().expected(config, 0).values())
-    return (plain + config.num_layers * experts) * dtype.itemsize
+    layer = Bf16().layer_bytes(config) // 2 * dtype.itemsize if spec is None else DgW4A16(spec).layer_bytes(config)
+    return plain * dtype.itemsize + config.num_layers * layer
 
 
 def _settings(config: ModelConfig) -> DecodeSettings:
     return DecodeSettings(max_new_tokens=config.canvas_length)
 
 
-class _Draw:
-    """Draws tensors one after the other from one generator."""
-
-    def __init__(self, config: ModelConfig, spec: QuantSpec, dtype: torch.dtype, generator: torch.Generator):
-        self.config, self.spec, self.dtype, self.generator = config, spec, dtype, generator
-
-    def layer(self, index: int, dense: bool) -> LayerWeights:
-        plain = {"v_proj": None, **self._plain(layer_tensors(self.config, index))}
-        packed = draw_experts(self.config, self.spec, self.generator)
-        return LayerWeights(**plain, experts=unpack_experts(packed, self.dtype) if dense else packed)  # type: ignore[arg-type]
-
-    def shared(self, layers: list[LayerWeights]) -> Weights:
-        tensors = self._plain(shared_tensors(self.config))
-        return Weights(tensors.pop("embed"), layers, tensors.pop("norm"), SelfConditioningWeights(**tensors))
-
-    def _plain(self, table: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
-        return {key: self._tensor(key, shape) for key, (_, shape) in table.items()}
-
-    def _tensor(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, device=self.generator.device, dtype=self.dtype)
-        if len(shape) > 1:
-            return tensor.normal_(generator=self.generator).mul_(shape[-1] ** -0.5)
-        values = {"q_norm": shape[0] ** -0.25, "k_norm": shape[0] ** -0.25, "post_attention_layernorm": 0.1}
-        return tensor.fill_(values.get(key, 1.0))
+def _draw(field: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Fill a tensor that is no expert's."""
+    width = tensor.shape[-1]
+    if tensor.ndim > 1:
+        return tensor.normal_(generator=generator).mul_(width**-0.5)
+    values = {"q_norm": width**-0.25, "k_norm": width**-0.25, "post_attention_layernorm": 0.1}
+    return tensor.fill_(values.get(field, 1.0))
 
 
 def draw_experts(config: ModelConfig, spec: QuantSpec, generator: torch.Generator) -> PackedExperts:
@@ -240,11 +216,7 @@ def random_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[1],
-        bos_token=SPECIAL_TOKENS[2],
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, pad_token=SPECIAL_TOKENS[0], eos_token=SPECIAL_TOKENS[1],
+        bos_token=SPECIAL_TOKENS[2], additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
+    )  # fmt: skip

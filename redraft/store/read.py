@@ -4,8 +4,6 @@ Everything that can be known from names and headers is checked before a byte of 
 never opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +13,13 @@ import torch
 
 from redraft.config import DecodeSettings, ModelConfig, QuantSpec, read_json
 from redraft.errors import CheckpointError
-from redraft.network.weights import DenseExperts, PackedExperts, Weights
+from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
+from redraft.store import names
 from redraft.store.bf16 import Bf16
 from redraft.store.compressed_tensors import CompressedTensors
 from redraft.store.dg_w4a16 import DgW4A16
 from redraft.store.format import Format
 from redraft.store.manifest import check_manifest
-from redraft.store.names import DECODER, ENCODER, VISION, canonical_name, expert_names, part_of, text_tensors
 from redraft.store.tensorfile import TensorInfo, holds_bytes_of, read_header, read_tensor
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
@@ -63,16 +61,22 @@ class CheckpointFiles:
     @property
     def kept(self) -> dict[str, TensorInfo]:
         """Of `tensors` those that no format packs."""
-        return {name: info for name, info in self.tensors.items() if part_of(name) != "experts"}
+        return {name: info for name, info in self.tensors.items() if names.part_of(name) != "experts"}
+
+    @property
+    def parts(self) -> dict[str, list[TensorInfo]]:
+        """`tensors` by the part of the network they belong to, in the order of reports."""
+        found: dict[str, list[TensorInfo]] = {part: [] for part in names.PARTS}
+        for name, info in self.tensors.items():
+            found[names.part_of(name)].append(info)
+        return {part: infos for part, infos in found.items() if infos}
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor by canonical name, on the CPU, dtype as stored.
 
         Raises CheckpointError when it cannot be read, and when copies under tied names are not equal bit for bit.
         """
-        if name in self.extras:
-            return read_tensor(self.extras[name])
-        first, *others = self.text[name]
+        first, *others = self.text.get(name) or [self.extras[name]]
         tensor = read_tensor(first)
         for other in others:
             if other.dtype != first.dtype or not holds_bytes_of(other, tensor):
@@ -85,7 +89,7 @@ class CheckpointFiles:
 
     def experts_place(self, layer: int) -> str:
         """File and common name of a layer's unpacked experts, for error messages."""
-        gate_up, _ = expert_names(layer)
+        gate_up, _ = names.expert_names(layer)
         return f"{self.text[gate_up][0].file}: tensor {gate_up.removesuffix('.gate_up_proj')}"
 
 
@@ -103,9 +107,13 @@ def open_checkpoint(path: Path, verify: bool = False) -> CheckpointFiles:
     text, extras = _sort_tensors([info for info in infos if info.numel or info.name != fence])
     layout = layout.settled(path, config, text)
     _check_tensors(path, layout, config, text)
-    settings, notes = _settings(path)
+    settings, notes, file = DecodeSettings(), _notes(extras), path / "generation_config.json"
+    if file.exists():
+        settings = DecodeSettings.from_generation_config(read_json(file), str(file))
+    else:
+        notes.append("generation_config.json is missing: using DiffusionGemma's published decoding settings")
     check_manifest(path, infos, layout.spec is not None, verify)
-    return CheckpointFiles(path, layout, config, settings, text, extras, _notes(extras) + notes)
+    return CheckpointFiles(path, layout, config, settings, text, extras, notes)
 
 
 def _layout(path: Path, raw: dict[str, Any], config: ModelConfig) -> Format:
@@ -132,9 +140,8 @@ def _weight_files(path: Path, layout: Format) -> list[Path]:
     if loose and experts:
         return [*loose, *experts]
     if loose:
-        raise CheckpointError(
-            f"{path / INDEX}: file is missing, so the {len(loose)} shards beside it may be incomplete"
-        )
+        shards = f"the {len(loose)} shards beside it"
+        raise CheckpointError(f"{path / INDEX}: file is missing, so {shards} may be incomplete")
     pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in path.glob(kind))
     if pickles:
         raise CheckpointError(
@@ -154,12 +161,11 @@ def _indexed_files(path: Path) -> list[Path]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{path / INDEX}: tensor {tensor} is said to be in {shard!r}, expected a file name")
         promised.setdefault(shard, []).append(tensor)
-    for shard, names in promised.items():
+    for shard, tensors in promised.items():
         if not (path / shard).is_file():
-            raise CheckpointError(
-                f"{path / shard}: shard is missing; it holds {names[0]} and {len(names) - 1} more tensors"
-            )
-        absent = set(names) - {info.name for info in read_header(path / shard)}
+            more = f"{len(tensors) - 1} more tensors"
+            raise CheckpointError(f"{path / shard}: shard is missing; it holds {tensors[0]} and {more}")
+        absent = set(tensors) - {info.name for info in read_header(path / shard)}
         if absent:
             raise CheckpointError(f"{path / shard}: tensor {min(absent)} is missing, though {INDEX} says it is here")
     return [path / shard for shard in sorted(promised)]
@@ -170,8 +176,8 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
     text: dict[str, list[TensorInfo]] = {}
     extras: dict[str, TensorInfo] = {}
     for info in infos:
-        name = canonical_name(info.name)
-        if name.startswith((DECODER, ENCODER)):
+        name = names.canonical_name(info.name)
+        if name.startswith((names.DECODER, names.ENCODER)):
             text.setdefault(name, []).append(info)
         else:
             extras[name] = info
@@ -181,9 +187,7 @@ def _sort_tensors(infos: list[TensorInfo]) -> tuple[dict[str, list[TensorInfo]],
 
 
 def _check_tensors(path: Path, layout: Format, config: ModelConfig, text: dict[str, list[TensorInfo]]) -> None:
-    expected = text_tensors(config)
-    for layer in range(config.num_layers):
-        expected |= layout.expected(config, layer)
+    expected = layout.tensors(config)
     missing = [name for name in expected if name not in text]
     if missing:
         more = f" ({len(missing) - 1} more are missing too)" if len(missing) > 1 else ""
@@ -199,23 +203,16 @@ def _check_tensors(path: Path, layout: Format, config: ModelConfig, text: dict[s
                 raise CheckpointError(f"{info} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
 
 
-def _settings(path: Path) -> tuple[DecodeSettings, list[str]]:
-    file = path / "generation_config.json"
-    if file.exists():
-        return DecodeSettings.from_generation_config(read_json(file), str(file)), []
-    return DecodeSettings(), ["generation_config.json is missing: using DiffusionGemma's published decoding settings"]
-
-
 def _notes(extras: dict[str, TensorInfo]) -> list[str]:
-    vision = [name for name in extras if name.startswith(VISION)]
-    unknown = [name for name in extras if not name.startswith(VISION)]
+    vision = [name for name in extras if name.startswith(names.VISION)]
+    unknown = [name for name in extras if not name.startswith(names.VISION)]
     notes = []
     if vision:
         towers = ", ".join(sorted({name.split(".")[2] for name in vision}))
         notes.append(f"{len(vision)} vision tensors ({towers}) recognised and left out: text only for now")
     if unknown:
-        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        notes.append(f"{len(unknown)} unknown tensors left out: {names}")
+        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        notes.append(f"{len(unknown)} unknown tensors left out: {some}")
     return notes
 
 
@@ -230,3 +227,19 @@ class Checkpoint:
     weights: Weights
     spec: QuantSpec | None  # group sizes of the experts in `weights`; None when they are not packed
     notes: list[str]
+
+
+def assemble(
+    config: ModelConfig, tensor: Callable[[str, str, names.Shape], torch.Tensor],
+    experts: Callable[[int], DenseExperts | PackedExperts], progress: Progress | None,
+) -> Weights:  # fmt: skip
+    """A network of what `tensor(field, canonical name, shape)` and `experts(layer)` return, layer after layer."""
+    layers = []
+    for i in range(config.num_layers):
+        table = names.layer_tensors(config, i)
+        plain: dict[str, Any] = {"v_proj": None, **{field: tensor(field, *place) for field, place in table.items()}}
+        layers.append(LayerWeights(**plain, experts=experts(i)))
+        if progress is not None:
+            progress(i + 1, config.num_layers)
+    shared = {field: tensor(field, *place) for field, place in names.shared_tensors(config).items()}
+    return Weights(shared.pop("embed"), layers, shared.pop("norm"), SelfConditioningWeights(**shared))

@@ -5,8 +5,6 @@ the file refuses that (the real model has one file of 50 GB), and a file cut sho
 format is a header length (u64), a JSON header of {name: {dtype, shape, data_offsets}} and the bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -51,6 +49,11 @@ class TensorInfo:
     def end(self) -> int:
         return self.start + self.nbytes
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a manifest records of it beside its hash."""
+        return {"file": self.file.name, "dtype": self.dtype, "shape": list(self.shape)}
+
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name}"
 
@@ -93,9 +96,8 @@ def _check_coverage(file: Path, infos: list[TensorInfo], start: int, size: int) 
         if info.start != start:
             raise CheckpointError(f"{info} starts at byte {info.start}, expected {start}; the file is damaged")
         if info.end > size:
-            raise CheckpointError(
-                f"{file}: cut short within tensor {info.name}: {size} bytes, expected {infos[-1].end}"
-            )
+            expected = infos[-1].end
+            raise CheckpointError(f"{file}: cut short within tensor {info.name}: {size} bytes, expected {expected}")
         start = info.end
     if start != size:
         raise CheckpointError(f"{file}: has {size} bytes, its header describes {start}; the file is damaged")
@@ -123,9 +125,8 @@ def holds_bytes_of(info: TensorInfo, tensor: torch.Tensor) -> bool:
     expected = tensor_bytes(tensor).numpy()
     with info.file.open("rb") as f:
         f.seek(info.start)
-        starts = range(0, info.nbytes, _CHUNK)
-        chunks = (np.frombuffer(f.read(min(_CHUNK, info.nbytes - at)), np.uint8) for at in starts)
-        return all(np.array_equal(chunk, expected[at : at + _CHUNK]) for at, chunk in zip(starts, chunks, strict=True))
+        chunks = (expected[at : at + _CHUNK] for at in range(0, info.nbytes, _CHUNK))
+        return all(np.array_equal(np.fromfile(f, np.uint8, len(chunk)), chunk) for chunk in chunks)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The directory beside the target in which a checkpoint is written: locked, resumable, renamed when complete."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -11,8 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from safetensors import SafetensorError
 
@@ -27,54 +24,55 @@ LOCK = "lock"
 
 def partial_path(dst: str | Path) -> Path:
     """Where unfinished work for the target `dst` is kept."""
-    target = Path(dst).expanduser().resolve()
-    return target.parent / f".{target.name}.partial"
+    return _beside(Path(dst).expanduser().resolve(), "partial")
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.parent / f".{target.name}.{ending}"
 
 
 def restore_replaced(target: Path) -> None:
     """Put back what `publish` had moved aside when the process died between its two renames."""
-    replaced = _replaced_path(target)
+    replaced = _beside(target, "replaced")
     if replaced.is_dir() and not target.exists():
         replaced.rename(target)
 
 
-def _replaced_path(target: Path) -> Path:
-    return target.parent / f".{target.name}.replaced"
-
-
 class WorkDir:
-    """Unfinished work for one target, as a context manager that holds a lock on it.
+    """Unfinished work for one target: files of the given `sizes`, and `spare` bytes beside them.
 
-    `records` describes the files that are finished: {"bytes", "sha256", ...} by file name. `need` is how many bytes
-    are still to be written. Failures of the file system become one CheckpointError with the numbers.
+    `records` describes the files that are finished: {"bytes", "sha256", ...} by file name. The fingerprint is of what
+    decides their content. Failures of the file system become one CheckpointError with the numbers.
     """
 
-    def __init__(self, target: Path):
-        self.target = target
-        self.path = partial_path(target)
+    def __init__(self, target: Path, fingerprint: str, sizes: dict[str, int], spare: int):
+        self.target, self.path = target, partial_path(target)
         self.records: dict[str, dict[str, Any]] = {}
-        self.need = 0
-        self._fingerprint = ""
-        self._owned = False  # known to hold nothing but our own files
-        self._lock: IO[str] | None = None
+        self._fingerprint, self._sizes, self._spare = fingerprint, sizes, spare
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def resumed(self) -> Iterator[Self]:
+        """Hold a lock on it. It keeps what an earlier run with the same fingerprint finished, and nothing else.
+
+        What a failure leaves half-written is removed.
+        """
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK).open("w")
-        try:
-            # The lock ends with the process, however it ends: a killed one leaves none behind.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise UsageError(f"{self.path}: another process is writing the same target") from None
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None and self._owned:
-            self._discard_unfinished()
-        if self._lock is not None:
-            self._lock.close()
+            lock = (self.path / LOCK).open("w")
+        with lock:
+            try:
+                # The lock ends with the process, however it ends: a killed one leaves none behind.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{self.path}: another process is writing the same target") from None
+            self._resume()
+            try:
+                if shutil.disk_usage(self.path).free < self._need():
+                    raise self._full()
+                yield self
+            except BaseException:
+                self._discard_unfinished()
+                raise
 
     def _discard_unfinished(self) -> None:
         """Remove half-written files, which may be what fills the disk, and an empty directory."""
@@ -89,25 +87,22 @@ class WorkDir:
             return []
         return sorted(p for p in self.path.iterdir() if p.name not in self.records and p.name not in (PROGRESS, LOCK))
 
-    def resume(self, fingerprint: str, files: set[str]) -> None:
-        """Keep those of `files` that an earlier run with the same fingerprint finished, and remove all else."""
-        self._fingerprint = fingerprint
+    def _resume(self) -> None:
         if (self.path / PROGRESS).exists():
-            self.records = self._usable_records(files)
+            self.records = self._usable_records()
         elif strangers := [p for p in self._strangers() if not p.name.startswith(f".{PROGRESS}.")]:  # cut short itself
             raise CheckpointError(f"{strangers[0]}: not written by Redraft; move {self.path.name} out of the way")
         with self.writing():
             for entry in self._strangers():
                 entry.unlink()
-            self._save()
-        self._owned = True
+            self._save(self.records)
 
-    def _usable_records(self, files: set[str]) -> dict[str, dict[str, Any]]:
+    def _usable_records(self) -> dict[str, dict[str, Any]]:
         try:
             saved = read_json(self.path / PROGRESS)
             if saved["fingerprint"] != self._fingerprint:
                 return {}
-            return {file: r for file, r in saved["files"].items() if file in files and self._intact(file, r)}
+            return {file: r for file, r in saved["files"].items() if file in self._sizes and self._intact(file, r)}
         except (CheckpointError, KeyError, TypeError, AttributeError):
             return {}  # an unreadable record is no record
 
@@ -120,19 +115,17 @@ class WorkDir:
         path = self.path / file
         with self.writing():
             shutil.copymode(self.path / PROGRESS, path)  # safetensors lets only the owner read what it writes
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
-            self.records[file] = {"bytes": path.stat().st_size, "sha256": file_sha256(path), **facts}
-            self._save()
+            _sync(path)
+            facts = {"bytes": path.stat().st_size, "sha256": file_sha256(path), **facts}
+            self._save({**self.records, file: facts})
 
-    def _save(self) -> None:
-        content = {"fingerprint": self._fingerprint, "files": self.records}
-        write_text(self.path / PROGRESS, json_text(content))
+    def _save(self, records: dict[str, dict[str, Any]]) -> None:
+        write_text(self.path / PROGRESS, json_text({"fingerprint": self._fingerprint, "files": records}))
+        self.records = records
 
-    def check_space(self) -> None:
-        """Raise CheckpointError when the disk cannot hold what is still to be written."""
-        if shutil.disk_usage(self.path).free < self.need:
-            raise self._full()
+    def _need(self) -> int:
+        """Bytes that are still to be written."""
+        return self._spare + sum(size for file, size in self._sizes.items() if file not in self.records)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -149,15 +142,15 @@ class WorkDir:
         free = shutil.disk_usage(self.path).free
         kept = f"; {len(self.records)} finished files are kept in {self.path.name}" if self.records else ""
         return CheckpointError(
-            f"{self.target}: the disk is too small: {self.need:,} more bytes are needed, {free:,} are free{kept}; "
+            f"{self.target}: the disk is too small: {self._need():,} more bytes are needed, {free:,} are free{kept}; "
             "make room and run the same again"
         )
 
     def publish(self) -> None:
         """Give the directory its final name, in place of what has that name now."""
-        replaced = _replaced_path(self.target)
+        replaced = _beside(self.target, "replaced")
         with self.writing():
-            _sync_dir(self.path)
+            _sync(self.path)
             if replaced.exists():
                 shutil.rmtree(replaced)
             if self.target.exists():
@@ -168,7 +161,7 @@ class WorkDir:
                 restore_replaced(self.target)
                 raise
             shutil.rmtree(replaced, ignore_errors=True)
-            _sync_dir(self.target.parent)
+            _sync(self.target.parent)
             for name in (PROGRESS, LOCK):
                 (self.target / name).unlink()
 
@@ -178,7 +171,7 @@ def json_text(content: Any) -> str:
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def _sync_dir(path: Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -3,8 +3,6 @@
 `quantize`, `export` and `merge-lora` all write through here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 
 from redraft.errors import UsageError
 from redraft.files import write_text
-from redraft.store.format import Format, shard_name
+from redraft.store.format import Format, shard_names
 from redraft.store.manifest import MANIFEST
 from redraft.store.read import INDEX, CheckpointFiles, Progress
 from redraft.store.tensorfile import TensorInfo, file_sha256, read_header, tensor_sha256
@@ -28,6 +26,7 @@ from redraft.version import __version__
 
 Facts = dict[str, Any]
 Made = tuple[dict[str, torch.Tensor], Facts]
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # a tensor by canonical name -> what is written of it
 
 SHARD_BYTES = 2_000_000_000  # also what is held in memory while it is written; one layer of BF16 experts is 1.5 GB
 SINGLE = "model.safetensors"
@@ -63,9 +62,11 @@ def plan(source: CheckpointFiles, layout: Format, make_layer: Callable[[int], Ma
     return parts
 
 
-def shard_names(count: int) -> list[str]:
-    """Names of the files of a checkpoint whose weights lie in shards."""
-    return [SINGLE] if count == 1 else [shard_name(i, count) for i in range(1, count + 1)]
+def plan_changes(source: CheckpointFiles, change: Change) -> list[Part]:
+    """Everything of the source by canonical name, in one file or in shards, as `change` makes it."""
+    files = shards(source.tensors)
+    names = [SINGLE] if len(files) == 1 else shard_names(len(files))
+    return [copy_part(source, *file, change) for file in zip(names, files, strict=True)]
 
 
 def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
@@ -82,10 +83,7 @@ def shards(tensors: Mapping[str, TensorInfo]) -> list[dict[str, TensorInfo]]:
 
 
 def copy_part(
-    source: CheckpointFiles,
-    file: str,
-    infos: Mapping[str, TensorInfo],
-    change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+    source: CheckpointFiles, file: str, infos: Mapping[str, TensorInfo], change: Change = lambda name, tensor: tensor
 ) -> Part:
     """A part that holds tensors of the source, by canonical name, as they are or as `change` makes them."""
     size = sum(info.nbytes for info in infos.values())
@@ -93,15 +91,10 @@ def copy_part(
 
 
 def write_checkpoint(
-    source: CheckpointFiles,
-    target: Path,
-    parts: Sequence[Part],
-    identity: object,
+    source: CheckpointFiles, target: Path, parts: Sequence[Part], identity: object,
     describe: Callable[[list[Facts]], Mapping[str, Any]] = lambda facts: {},
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> list[Facts]:
+    *, overwrite: bool = False, progress: Progress | None = None,
+) -> list[Facts]:  # fmt: skip
     """Write `parts` and the source's other files to the directory `target`; returns the facts of every part.
 
     A single part must be called SINGLE; several are listed in an index. describe: from the facts, further files by
@@ -115,19 +108,16 @@ def write_checkpoint(
     target = target.expanduser().resolve()
     restore_replaced(target)
     _check_target(target, source.path.resolve(), overwrite)
-    with WorkDir(target) as work:
-        work.resume(_fingerprint(source, identity), {part.file for part in parts})
-        work.need = sum(part.bytes for part in parts if part.file not in work.records) + _SPARE_BYTES
-        work.need += sum(file.stat().st_size for file in _side_files(source))
-        work.check_space()
+    sizes = {part.file: part.bytes for part in parts}
+    spare = _SPARE_BYTES + sum(file.stat().st_size for file in _side_files(source))
+    with WorkDir(target, _fingerprint(source, identity), sizes, spare).resumed() as work:
         for count, part in enumerate(parts, 1):
             if part.file not in work.records:
                 _write_part(work, part)
-                work.need -= part.bytes
             if progress is not None:
                 progress(count, len(parts))
         facts = [work.records[part.file]["facts"] for part in parts]
-        described = describe(facts)
+        described = dict(describe(facts))
         with work.writing():
             _write_side_files(work, source, described)
         work.publish()
@@ -139,20 +129,18 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise UsageError(f"{target}: lies within the source {source} or holds it; choose another directory")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: is a file; choose a directory")
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    if not overwrite:
+    filled = target.is_dir() and any(target.iterdir())
+    if filled and not overwrite:
         raise UsageError(f"{target}: exists and is not empty; choose another directory or ask to overwrite it")
-    if not (target / "config.json").exists():
-        raise UsageError(
-            f"{target}: holds no checkpoint (no config.json), so it is not overwritten; choose another one"
-        )
+    if filled and not (target / "config.json").exists():
+        found = "holds no checkpoint (no config.json)"
+        raise UsageError(f"{target}: {found}, so it is not overwritten; choose another one")
 
 
 def _fingerprint(source: CheckpointFiles, identity: object) -> str:
     """Changes with the source's weight files, the identity and the version of the code."""
-    infos = [info for places in source.text.values() for info in places] + list(source.extras.values())
-    stats = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in {info.file for info in infos})
+    files = {info.file for places in (*source.text.values(), source.extras.values()) for info in places}
+    stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return hashlib.sha256(json.dumps([__version__, identity, stats]).encode()).hexdigest()
 
 
@@ -161,30 +149,24 @@ def _write_part(work: WorkDir, part: Part) -> None:
     path = work.path / part.file
     with work.writing():
         save_file(tensors, path, metadata={"format": "pt"})
-    entries = {info.name: _entry(info, tensors[info.name]) for info in read_header(path)}
+    infos = read_header(path)
+    entries = {info.name: {**info.recorded, "sha256": tensor_sha256(tensors[info.name])} for info in infos}
     work.record(part.file, {"tensors": entries, "facts": facts})
-
-
-def _entry(info: TensorInfo, tensor: torch.Tensor) -> Facts:
-    """A tensor's line in the manifest."""
-    digest = tensor_sha256(tensor)
-    return {"file": info.file.name, "dtype": info.dtype, "shape": list(info.shape), "sha256": digest}
 
 
 def _side_files(source: CheckpointFiles) -> set[Path]:
     return {file for pattern in SIDE_FILES for file in source.path.glob(pattern) if file.is_file()}
 
 
-def _write_side_files(work: WorkDir, source: CheckpointFiles, described: Mapping[str, Any]) -> None:
+def _write_side_files(work: WorkDir, source: CheckpointFiles, written: dict[str, Any]) -> None:
     """Everything beside the weights: copies, what is described, index, and last the manifest over all of it."""
-    copied = {file.name for file in _side_files(source)} - described.keys()
+    copied = {file.name for file in _side_files(source)} - written.keys()
     for name in copied:
         shutil.copyfile(source.path / name, work.path / name)
     records = sorted(work.records.items())  # a resumed run may have finished them in another order
     tensors = {name: entry for _, record in records for name, entry in record["tensors"].items()}
-    written = dict(described)
     if SINGLE not in work.records:
-        total = sum(info.nbytes for file, _ in records for info in read_header(work.path / file))
+        total = sum(info.nbytes for file in work.records for info in read_header(work.path / file))
         weight_map = {name: entry["file"] for name, entry in tensors.items()}
         written[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, content in written.items():

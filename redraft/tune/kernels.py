@@ -4,17 +4,15 @@ Each candidate passes the correctness gate of `redraft bench kernels` before it 
 candidate is faster by more than the noise of a timing.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from redraft.bench.kernels import KernelCase, Problem, Scale, check, copies, time_problems
+from redraft.bench.kernels import Changes, KernelCase, Problem, Scale, check, copies, time_problems
 from redraft.device import environment
 from redraft.files import write_text
 from redraft.kernels.tables import as_given
@@ -27,12 +25,12 @@ class Trial:
     """One setting of one kernel. us is None where it was refused, for `reason`."""
 
     kernel: str
-    changes: Mapping[str, Any]
+    changes: Changes
     us: float | None
     reason: str = ""
 
 
-Timer = Callable[[KernelCase, Scale, torch.Generator, Problem, Mapping[str, Any]], float]
+Timer = Callable[[KernelCase, Scale, torch.Generator, Problem, Changes], float]
 
 
 def tune(cases: list[KernelCase], scale: Scale, seed: int = 0, timer: Timer | None = None) -> Iterator[Trial]:
@@ -44,7 +42,7 @@ def tune(cases: list[KernelCase], scale: Scale, seed: int = 0, timer: Timer | No
             yield trial
 
 
-def _try(case: KernelCase, scale: Scale, seed: int, changes: Mapping[str, Any], timer: Timer) -> Trial:
+def _try(case: KernelCase, scale: Scale, seed: int, changes: Changes, timer: Timer) -> Trial:
     generator = torch.Generator(scale.device).manual_seed(seed)
     try:
         problem = case.build(scale, generator, changes)
@@ -56,24 +54,19 @@ def _try(case: KernelCase, scale: Scale, seed: int, changes: Mapping[str, Any], 
         return Trial(case.name, changes, None, f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
 
 
-def _time(
-    case: KernelCase, scale: Scale, generator: torch.Generator, problem: Problem, changes: Mapping[str, Any]
-) -> float:
-    problems = copies(case, scale, generator, problem, changes)
-    return time_problems(problems, scale.device).median * 1e3
+def _time(case: KernelCase, scale: Scale, generator: torch.Generator, problem: Problem, changes: Changes) -> float:
+    return time_problems(copies(case, scale, generator, problem, changes), scale.device).median * 1e3
 
 
 def best(trials: list[Trial]) -> dict[str, dict[str, Any]]:
     """Settings by kernel for a table: the fastest accepted trial of each, {} where the default is as fast."""
     chosen: dict[str, dict[str, Any]] = {}
     for kernel in dict.fromkeys(trial.kernel for trial in trials):
-        accepted = [t for t in trials if t.kernel == kernel and t.us is not None]
-        default = next((t for t in accepted if not t.changes), None)
-        fastest = min(accepted, key=lambda t: t.us or 0.0, default=None)
-        if fastest is None:
-            continue
-        keep = default is not None and (default.us or 0.0) <= (fastest.us or 0.0) * (1 + NOISE)
-        chosen[kernel] = {} if keep else dict(fastest.changes)
+        accepted = [(t.us, t.changes) for t in trials if t.kernel == kernel and t.us is not None]
+        if accepted:
+            us, changes = min(accepted, key=lambda trial: trial[0])
+            default = next((us for us, changes in accepted if not changes), float("inf"))
+            chosen[kernel] = {} if default <= us * (1 + NOISE) else dict(changes)
     return chosen
 
 

@@ -1,7 +1,6 @@
 """Greedy decoding by cached steps of one token, on the reference network and on fused passes."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,23 @@ def _hidden(model: Model, tokens: list[int]) -> torch.Tensor:
     return model.encode(torch.tensor([tokens], device=model.device), arena)[0]
 
 
-def _recomputed(model: Model, prompt: list[int], count: int) -> list[int]:
-    """The next `count` tokens by a causal pass over everything for each of them."""
+def _check_recomputed(model: Model, prompt: list[int], count: int, least: int) -> None:
+    """An answer's tokens, more than `least` different ones, are those of a causal pass over everything before each."""
+    answer = _answer(model, [prompt], count)[0]
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(model.head(_hidden(model, tokens)[-1]).argmax()))
-    return tokens[len(prompt) :]
+    assert answer == tokens[len(prompt) :]
+    assert len(set(answer)) > least, "what is said depends on what was said"
+
+
+def _random_prompts(vocab: int, lengths: Iterable[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _answer(model: Model, prompts: list[list[int]], count: int, ends: tuple[int, ...] = ()) -> list[list[int]]:
-    decoder = ReferenceGreedy(model, count, ends)
-    decoder.read(prompts)
-    return decoder.decode()
+    return ReferenceGreedy(model, len(prompts), count, ends).answer(prompts)
 
 
 def _model(checkpoint: Checkpoint) -> Model:
@@ -61,18 +65,13 @@ def tiny(tiny_dir: Path) -> Model:
 def test_cached_steps_are_the_whole_pass(demo: tuple[Model, list[list[int]]]) -> None:
     model, prompts = demo
     for prompt in prompts:
-        answer = _answer(model, [prompt], 10)[0]
-        assert answer == _recomputed(model, prompt, 10)
-        assert len(set(answer)) > 2, "the answer says something"
+        _check_recomputed(model, prompt, 10, least=2)
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 14])
 def test_cached_steps_past_the_window(tiny: Model, length: int) -> None:
     """The window is 10 and a sliding layer stores 17 rows: answers cross the one, the other or both."""
-    prompt = torch.randint(tiny.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    answer = _answer(tiny, [prompt], 20)[0]
-    assert answer == _recomputed(tiny, prompt, 20)
-    assert len(set(answer)) > 4, "what is said depends on what was said"
+    _check_recomputed(tiny, *_random_prompts(tiny.config.vocab_size, [length], length), 20, least=4)
 
 
 def test_a_batch_gives_what_each_prompt_gives_alone(demo: tuple[Model, list[list[int]]]) -> None:
@@ -172,13 +171,10 @@ def test_fused_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = FusedGreedy(runner, 6, (1, 2))
     for _ in range(2):
         steps.clear()
-        decoder.read([[5], [6]])
-        assert decoder.decode() == [[7, 8, 1], [3, 2]]
+        assert decoder.answer([[5], [6]]) == [[7, 8, 1], [3, 2]]
         assert len(steps) == 4
     steps.clear()
-    free = FusedGreedy(runner, 6, ())
-    free.read([[5], [6]])
-    assert free.decode() == script.T.tolist()
+    assert FusedGreedy(runner, 6, ()).answer([[5], [6]]) == script.T.tolist()
 
 
 @pytest.mark.gpu
@@ -190,23 +186,17 @@ def test_every_number_of_rows_at_the_demo_shapes(slots: int) -> None:
     over six layers every sixth row does, so that medians and deciles are judged.
     """
     runner = _fused("random:demo", slots, 256)
-    generator = torch.Generator().manual_seed(slots)
-    prompts = [torch.randint(1280, (20 + 11 * i,), generator=generator).tolist() for i in range(slots)]
+    prompts = _random_prompts(1280, range(20, 20 + 11 * slots, 11), slots)
     decoder = FusedGreedy(runner, 24, ())
-    decoder.read(prompts)
-    answers = decoder.decode()
-    decoder.read(prompts)
-    assert decoder.decode() == answers
+    answers = decoder.answer(prompts)
+    assert decoder.answer(prompts) == answers
     ends = {answers[0][5], answers[-1][0]}
-    ending = FusedGreedy(runner, 24, ends)
-    ending.read(prompts)
-    for answer, cut in zip(answers, ending.decode(), strict=True):
+    for answer, cut in zip(answers, FusedGreedy(runner, 24, ends).answer(prompts), strict=True):
         assert cut == answer[: next((i for i, token in enumerate(answer, 1) if token in ends), 24)]
     reference = _model(load_checkpoint("random:demo", "w4", torch.float32, DEVICE))
     margins = [_margins(reference, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     assert float(torch.cat(margins).quantile(0.9)) < 0.2
-    decoder.read(prompts)
-    decoder.decode()
+    decoder.answer(prompts)
     sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
     errors = [_last_error(decoder, slot, reference, tokens) for slot, tokens in enumerate(sequences)]
     if slots >= 4:
@@ -218,11 +208,8 @@ def test_every_number_of_rows_at_the_demo_shapes(slots: int) -> None:
 def test_steps_at_the_real_shapes(slots: int) -> None:
     """30 layers, 262,144 tokens: against the reference network on the same weights in BF16, which rounds as often."""
     runner = _fused("random:26b-a4b", slots, 1200)
-    generator = torch.Generator().manual_seed(slots)
-    prompts = [torch.randint(262_144, (1016 + i,), generator=generator).tolist() for i in range(slots)]
-    decoder = FusedGreedy(runner, 12, ())
-    decoder.read(prompts)
-    answers = decoder.decode()
+    prompts = _random_prompts(262_144, range(1016, 1016 + slots), slots)
+    answers = FusedGreedy(runner, 12, ()).answer(prompts)
     reference = Model(runner.model.config, runner.model.weights)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert float(_margins(reference, prompt, answer).median()) < 0.5

@@ -1,33 +1,21 @@
 """The gate, and every case through it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from redraft.bench import kernels
-from redraft.bench.kernels import (
-    KernelCase,
-    KernelResult,
-    Problem,
-    Scale,
-    bench_kernels,
-    check,
-    load_cases,
-    scale_for,
-    select_cases,
-)
+from redraft.bench.kernels import KernelCase, Problem, Scale, bench_kernels, check, load_cases, scale_for, select_cases
 from redraft.bench.roofline import Roofline, Work
 from redraft.config import QuantSpec
 from redraft.errors import RedraftError, UsageError
 from redraft.kernels import launch
 from redraft.store.random import PRESETS
 
-CPU = torch.device("cpu")
-SMALL = Scale(dataclasses.replace(PRESETS["tiny"], canvas_length=3), QuantSpec(), 2, 7, CPU)
+SMALL = Scale(dataclasses.replace(PRESETS["tiny"], canvas_length=3), QuantSpec(), 2, 7, torch.device("cpu"))
 CASES = {case.name: case for case in load_cases()}
 
 
@@ -47,8 +35,7 @@ def test_every_kernel_passes_its_gate(name: str) -> None:
 def test_candidates_are_settings_of_the_kernel(name: str) -> None:
     """Each builds and launches; whether it is right at the real shapes is for the tuner to find out."""
     case = CASES[name]
-    problem = case.build(SMALL, torch.Generator(CPU).manual_seed(0), case.candidates[0])
-    problem.run()
+    case.build(SMALL, torch.Generator("cpu").manual_seed(0), case.candidates[0]).run()
 
 
 def test_every_file_of_kernels_with_a_launch_has_a_case() -> None:
@@ -74,99 +61,65 @@ def copying(mistake: Callable[[torch.Tensor, int], object] = lambda out, run: No
     return Problem(run, outputs, lambda: {"out": x.double(), "ids": ids}, Work(1, 1), tolerance=1e-3)
 
 
-def test_a_right_kernel_passes() -> None:
+def one_output(run: Callable[[torch.Tensor], object], expected: torch.Tensor, **more: object) -> Problem:
+    """A kernel that writes `out`, of the size and type of what is expected of it."""
+    out = torch.zeros_like(expected)
+    return Problem(lambda: run(out), {"out": out}, lambda: {"out": expected.clone()}, Work(1, 1), 0.0, **more)
+
+
+def test_right_kernels_pass() -> None:
     gate = check(copying())
     assert (gate.passed, gate.error, gate.reason) == (True, 0.0, "")
     assert check(copying(lambda out, run: out.mul_(1.0005))).passed
+    infinite = torch.tensor([1.0, -float("inf"), 2.0])  # infinities where they belong
+    assert check(one_output(lambda out: out.copy_(infinite), infinite)).passed
+    # Inputs that are written are restored before every run.
+    assert check(one_output(lambda out: out.add_(1), torch.full((4,), 2.0), starts={"out": torch.ones(4)})).passed
 
 
 @pytest.mark.parametrize(
-    ("mistake", "reason"),
+    ("problem", "reason"),
     [
-        (lambda out, run: out.mul_(1.01), "out: relative error 1.00e-02 exceeds 1.00e-03"),
-        (lambda out, run: out[3:4].fill_(float("nan")), "out: not finite where the reference is"),
-        (lambda out, run: out[3:4].fill_(float("inf")), "out: not finite where the reference is"),
-        (lambda out, run: out.mul_(1 + 1e-6 * run), "out: a second run gave other bits"),
+        (copying(lambda out, run: out.mul_(1.01)), "out: relative error 1.00e-02 exceeds 1.00e-03"),
+        (copying(lambda out, run: out[3:4].fill_(float("nan"))), "out: not finite where the reference is"),
+        (copying(lambda out, run: out[3:4].fill_(float("inf"))), "out: not finite where the reference is"),
+        (copying(lambda out, run: out.mul_(1 + 1e-6 * run)), "out: a second run gave other bits"),
+        (one_output(lambda out: None, torch.zeros(8)), "out: not finite"),  # left unwritten
+        (one_output(lambda out: None, torch.zeros(8, dtype=torch.int32)), "out: 8 of 8 integers differ"),
     ],
 )
-def test_wrong_kernels_fail(mistake: Callable[[torch.Tensor, int], object], reason: str) -> None:
-    gate = check(copying(mistake))
+def test_wrong_kernels_fail(problem: Problem, reason: str) -> None:
+    gate = check(problem)
     assert not gate.passed and reason in gate.reason
 
 
-def test_an_output_left_unwritten_fails() -> None:
-    problem = copying()
-    del problem.outputs["out"], problem.outputs["ids"]
-    out, ids = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
-    for name, tensor, reason in (("out", out, "not finite"), ("ids", ids, "8 of 8 integers differ")):
-        lazy = Problem(lambda: None, {name: tensor}, lambda t=tensor, n=name: {n: torch.zeros_like(t)}, Work(1, 1), 1.0)
-        assert reason in check(lazy).reason
-
-
-def test_infinities_where_they_belong_are_right() -> None:
-    x = torch.tensor([1.0, -float("inf"), 2.0])
-    out = torch.empty(3)
-    assert check(Problem(lambda: out.copy_(x), {"out": out}, lambda: {"out": x.double()}, Work(1, 1), 0.0)).passed
-
-
-def test_inputs_that_are_written_are_restored_before_every_run() -> None:
-    start = torch.ones(4)
-    x = start.clone()
-    problem = Problem(
-        run=lambda: x.add_(1),
-        outputs={"x": x},
-        reference=lambda: {"x": torch.full((4,), 2.0)},
-        work=Work(1, 1),
-        tolerance=0.0,
-        inplace=frozenset({"x"}),
-        reset=lambda: x.copy_(start),
-    )
-    assert check(problem).passed
-
-
-def case(problem: Problem | Exception) -> KernelCase:
-    def build(scale: Scale, generator: torch.Generator, changes: object) -> Problem:
-        if isinstance(problem, Exception):
-            raise problem
-        return problem
-
-    return KernelCase("test", build)
+def case(built: Problem | Exception) -> KernelCase:
+    return KernelCase("test", Mock(side_effect=[built]))
 
 
 def test_speed_is_reported_only_behind_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pretended GPU whose clock always says 2 ms: the wrong kernel is never timed."""
-    timed = []
-
-    def measure(calls: object, device: object, **options: object) -> object:
-        timed.append(calls)
-        return kernels.Timing(2.0, 1.0, 3.0, 5, True)
-
+    measure = Mock(return_value=kernels.Timing(2.0, 1.0, 3.0, 5, True))
     monkeypatch.setattr(kernels, "measure", measure)
     monkeypatch.setattr(kernels, "copies", lambda case, scale, generator, first, changes: [first])
     monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator("cpu"))
     gpu = dataclasses.replace(SMALL, device=torch.device("cuda"))
     wrong = copying(lambda out, run: out.zero_())
     good, bad, broken = bench_kernels([case(copying()), case(wrong), case(RuntimeError("no\nroom"))], gpu)
-    assert len(timed) == 1 and good.timing is not None
+    assert measure.call_count == 1 and good.timing is not None
     row = good.to_dict(Roofline(1.0, 1.0))
     assert (row["passed"], row["us"], row["torch_us"]) == (True, 2000.0, None)
     assert bad.measured(Roofline(1.0, 1.0)) is None and "us" not in bad.to_dict(Roofline(1.0, 1.0))
     assert (broken.gate.passed, broken.gate.reason) == (False, "RuntimeError: no")
+    (result,) = bench_kernels([case(copying())], SMALL)  # without a GPU only the gate runs
+    assert result == kernels.KernelResult("test", kernels.Gate(True, 0.0), 1e-3)
 
 
-def test_without_a_gpu_only_the_gate_runs() -> None:
-    (result,) = bench_kernels([case(copying())], SMALL)
-    assert result == KernelResult("test", kernels.Gate(True, 0.0), 1e-3)
-
-
-def test_choosing_cases() -> None:
+def test_choosing_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.name.split(".")[0] for c in select_cases("norms")} == {"norms"}
     assert len(select_cases(None)) == len(CASES)
     with pytest.raises(UsageError, match=r"no kernel is called like 'zzz'; there are acceptance, "):
         select_cases("zzz")
-
-
-def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     with pytest.raises(RedraftError, match="the kernels need Triton"):
         select_cases(None)

@@ -1,26 +1,24 @@
 """Passes by part, rivals, batches and profiles, on tiny models on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import redraft
+from redraft.bench import batch as batching
 from redraft.bench import step as stepping
-from redraft.bench.batch import bench_batch
-from redraft.bench.fused_step import FusedStep
+from redraft.bench.passes import FusedStep, ReferenceStep
 from redraft.bench.probe import Probe
-from redraft.bench.profile import Bound, amdahl, device_activity, summarise, to_dict
-from redraft.bench.reference_step import ReferenceStep
-from redraft.bench.rivals import build_model, parse_rivals, rivals
+from redraft.bench.profile import Bound, amdahl, device_activity, summarise
+from redraft.bench.rivals import build_model, parse_rivals, rivals, transformers_config
 from redraft.bench.roofline import Measured, Work
 from redraft.bench.step import OURS, StepResult, bench_step, open_step
 from redraft.bench.timing import Timing
 from redraft.bench.work import PARTS, Shapes, expert_spec, pass_work
-from redraft.config import QuantSpec
+from redraft.config import ModelConfig, QuantSpec
 from redraft.engine.engine import Engine
 from redraft.errors import MemoryShortage, UsageError
 from redraft.kernels.norms import rms_norm
@@ -73,9 +71,6 @@ def test_passes_go_on_forever_and_encoding_leaves_them_alone(engine: Engine) -> 
     step.run_encode()
     assert int(step.rows.state.step) == before + 60 and not bool(step.rows.state.done.any())
     assert step.rows.canvas.shape == (1, 16) and step.arena.length == 8
-
-
-def test_prompts_that_do_not_fit_are_refused(engine: Engine) -> None:
     with pytest.raises(UsageError, match="exceeds the context of 4096"):
         open_step(engine, 1, 4090)
 
@@ -100,30 +95,18 @@ def test_bench_step(engine: Engine) -> None:
     assert head["share_of_roofline"] == pytest.approx(head["floor_ms"] / head["ms"])
     assert report["total"]["bytes"] == sum(part["bytes"] for part in report["parts"].values())
     assert report["encode"]["ms"] > 0 and report["peak_bytes"] > report["weight_bytes"]
-    assert result.total.ms == result.pass_ms and set(report["total"]) == set(head) - {
-        "ms", "ms_low", "ms_high", "runs", "share_of_pass"
-    }  # fmt: skip
+    only_timed = {"ms", "ms_low", "ms_high", "runs", "share_of_pass"}
+    assert result.total.ms == result.pass_ms and set(report["total"]) == set(head) - only_timed
 
 
 def test_every_pass_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another implementation, whose parts do nothing: warm-up, then `rounds` of `passes`; its work is a pass's."""
 
-    class Bare:
-        name, capturable, passes = "fused", False, 0
-
-        def run_pass(self) -> None:
-            self.passes += 1
-
-        def run_encode(self) -> None:
-            return None
-
-        def parts(self):
-            return dict.fromkeys(PARTS, lambda: None)
-
-    mine = Bare()
+    mine = Mock(capturable=False, parts=lambda: dict.fromkeys(PARTS, lambda: None))
+    mine.name = "fused"
     monkeypatch.setattr(stepping, "open_step", lambda engine, batch, prompt_tokens, slots: mine)
     result = bench(engine, prompt_tokens=16, passes=3, rounds=2)
-    assert mine.passes == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
+    assert mine.run_pass.call_count == 3 + 2 * 3 and result.details[OURS]["implementation"] == "fused"
     assert {name: part.work for name, part in result.parts.items()} == pass_work(Shapes.of(engine), 1, 16)
 
 
@@ -147,60 +130,43 @@ def test_the_fused_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_step(short, 1, 3), ReferenceStep)
 
 
-def test_rival_names() -> None:
-    assert parse_rivals(None) == [] and parse_rivals("transformers, transformers") == ["transformers"]
-    with pytest.raises(UsageError, match="--vs is 'vllm', expected one of transformers, transformers-compiled"):
-        parse_rivals("transformers,vllm")
-
-
 @pytest.mark.parametrize("name", ["tiny", "demo", "26b-a4b"])
 def test_the_rival_has_our_shapes(name: str) -> None:
     """Read back the way a checkpoint of transformers is: the same ModelConfig, but for what random weights ignore."""
-    from redraft.bench.rivals import transformers_config
-    from redraft.config import ModelConfig
-
-    config = ModelConfig.from_dict(transformers_config(PRESETS[name]).to_dict())
-    for field in dataclasses.fields(config):
-        assert getattr(config, field.name) == getattr(PRESETS[name], field.name), field.name
+    assert ModelConfig.from_dict(transformers_config(PRESETS[name]).to_dict()) == PRESETS[name]
 
 
 def test_transformers_beside_ours(engine: Engine) -> None:
+    assert parse_rivals(None) == [] and parse_rivals("transformers, transformers") == ["transformers"]
+    with pytest.raises(UsageError, match="--vs is 'vllm', expected one of transformers, transformers-compiled"):
+        parse_rivals("transformers,vllm")
     result = bench(engine, passes=2, rounds=2, rivals=rivals(["transformers"], engine, 1, 8))
     other = result.to_dict()["arms"]["transformers"]
     assert other["implementation"].startswith("transformers 5.") and "encode_and_setup_ms" in other
     assert set(result.arms) == {OURS, "transformers"}
+    model = build_model(engine.config, torch.bfloat16, torch.device("cpu"))
+    assert torch.get_default_dtype() == torch.float32  # building one leaves torch as it was
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_rival_that_fails_costs_nothing_else(engine: Engine) -> None:
-    def broken() -> None:
-        raise RuntimeError("no\ncompiler")
-
     said: list[str] = []
-    result = bench(engine, rivals={"other": broken}, progress=said.append)
+    result = bench(engine, rivals={"other": Mock(side_effect=RuntimeError("no\ncompiler"))}, progress=said.append)
     assert "other" in said[0] and said[1] == "timing passes of redraft" and len(said) == 3
     assert result.failed == {"other": "RuntimeError: no compiler"} and set(result.arms) == {OURS}
     assert result.to_dict()["failed"] == result.failed
 
 
-def test_building_the_rival_leaves_torch_as_it_was(engine: Engine) -> None:
-    model = build_model(engine.config, torch.bfloat16, torch.device("cpu"))
-    assert torch.get_default_dtype() == torch.float32
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryShortage("needs 9 GiB")])
 def test_batches_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    from redraft.bench import batch
-
-    real = batch.open_step
-
     def limited(engine: Engine, size: int, prompt_tokens: int):
         if size > 2:
             raise error
-        return real(engine, size, prompt_tokens)
+        return open_step(engine, size, prompt_tokens)
 
-    monkeypatch.setattr(batch, "open_step", limited)
-    rows = [r.to_dict() for r in bench_batch(engine, LIMITS, prompt_tokens=8, sizes=(1, 2, 4, 8), passes=1, rounds=2)]
+    monkeypatch.setattr(batching, "open_step", limited)
+    results = batching.bench_batch(engine, LIMITS, prompt_tokens=8, sizes=(1, 2, 4, 8), passes=1, rounds=2)
+    rows = [result.to_dict() for result in results]
     assert [row["canvases"] for row in rows] == [1, 2, 4]
     assert rows[1]["ms_per_pass_and_canvas"] == rows[1]["ms_per_pass"] / 2
     assert rows[2] == {"canvases": 4, "error": "out of memory"}
@@ -209,8 +175,7 @@ def test_batches_until_memory_ends(engine: Engine, monkeypatch: pytest.MonkeyPat
 def test_overlapping_operations_are_busy_once() -> None:
     spans = [("gemm", 0.0, 10.0), ("copy", 5.0, 8.0), ("gemm", 8.0, 20.0), ("copy", 30.0, 40.0)]
     activity = summarise(spans, passes=2)
-    assert activity.busy_ms == pytest.approx(30 / 2 / 1e3)
-    assert activity.count == 2
+    assert (activity.busy_ms, activity.count) == (pytest.approx(30 / 2 / 1e3), 2)
     assert [(o.name, o.count, o.ms) for o in activity.operations] == [("gemm", 1.0, 0.011), ("copy", 1.0, 0.0065)]
 
 
@@ -223,11 +188,6 @@ def test_amdahls_bound() -> None:
     assert bounds[0] == Bound("experts", 5.0, 5.0, 2.0)
     assert next(b for b in bounds if b.name == "gaps") == Bound("gaps", 1.0, 9.0, 10 / 9)
     assert len(bounds) == len(PARTS) + 1
-
-
-def test_without_a_gpu_there_is_no_busy_share(engine: Engine) -> None:
-    activity = device_activity(open_step(engine, 1, 8), engine.device)
-    assert activity is None and to_dict(bench(engine), activity)["gpu"] is None
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Timing: medians, warm-up, interleaving."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -19,31 +17,24 @@ def test_median_and_the_outer_tenths() -> None:
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
 
 
-def test_a_call_is_warmed_up_and_timed_alone() -> None:
-    calls = []
-    timing = measure(lambda: (calls.append(1), time.sleep(0.002)), CPU, seconds=0.0)
+def test_calls_are_warmed_up_and_a_sequence_gives_their_mean() -> None:
+    calls: list[str] = []
+    timing = measure(lambda: (calls.append("a"), time.sleep(0.002)), CPU, seconds=0.0)
     assert timing.runs == LEAST_RUNS and not timing.graph
-    assert len(calls) == WARM_UP + 1 + LEAST_RUNS
+    assert calls == ["a"] * (WARM_UP + 1 + LEAST_RUNS)
     assert 2.0 <= timing.median < 20.0
-
-
-def test_a_sequence_gives_the_mean_of_its_calls() -> None:
-    order = []
-    timing = measure(
-        [lambda: (order.append("a"), time.sleep(0.004)), lambda: order.append("b")], CPU, seconds=0.0, graph=True
-    )
-    assert order[:4] == ["a", "b", "a", "b"]
+    calls.clear()
+    sequence = [lambda: (calls.append("a"), time.sleep(0.004)), lambda: calls.append("b")]
+    timing = measure(sequence, CPU, seconds=0.0, graph=True)
+    assert calls[:4] == ["a", "b", "a", "b"]
     assert 2.0 <= timing.median < 4.0
     assert not timing.graph  # there are none on a CPU
 
 
 def test_arms_take_turns() -> None:
     order: list[str] = []
-
-    def arm(name: str, ms: float):
-        return lambda: (order.append(name), ms)[1]
-
-    times = interleave({"a": arm("a", 3.0), "b": arm("b", 1.0)}, 3)
+    arms = {name: lambda name=name, ms=ms: (order.append(name), ms)[1] for name, ms in (("a", 3.0), ("b", 1.0))}
+    times = interleave(arms, 3)
     assert order == ["a", "b"] * 3
     assert (times["a"].median, times["b"].median) == (3.0, 1.0)
 

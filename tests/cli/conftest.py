@@ -1,12 +1,9 @@
 """Run the command line in this process, with the fake engine in the place of a model."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cli.fake_engine import FakeEngine
@@ -19,8 +16,7 @@ from redraft.cli import main
 LIMITS = Probe("test cpu", 100.0, 90.0, {"float32": 0.5, "bfloat16": 0.1}, 1.0, None, "float32")
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     code: int
     out: str
     err: str
@@ -51,12 +47,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call `run("generate", "demo", "hi", stdin="...")` as a shell would, with pipes instead of a terminal."""
 
-    def call(*args: str, stdin: str | bytes = "") -> Outcome:
+    def call(*args: object, stdin: str | bytes = "") -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        code = main(list(args))
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
+        return Outcome(main([str(arg) for arg in args]), *capsys.readouterr())
 
     return call
 

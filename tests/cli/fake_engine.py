@@ -1,7 +1,5 @@
 """An engine without a network: one token per character, scripted drafts, an answer that repeats the question."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,13 +20,10 @@ class FakeEngine:
     """Answers "You said: <last message>", or raises `failure` where it is set."""
 
     def __init__(self, failure: BaseException | None = None, weights: str = "w4", tier: str = "turbo") -> None:
-        self.failure = failure
+        self.failure, self.weights, self.tier = failure, weights, tier
+        self.settings, self.weight_bytes = DecodeSettings(), 1_500_000
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.prompts: list[Prompt] = []
-        self.settings = DecodeSettings()
-        self.device = torch.device("cpu")
-        self.dtype = torch.float32
-        self.weights, self.tier = weights, tier
-        self.weight_bytes = 1_500_000
         self.notes: list[str] = []
         self.batches: list[int] = []
 
@@ -36,12 +31,10 @@ class FakeEngine:
         return "".join(chr(t) for t in token_ids if t > EOS)
 
     def answer_to(self, prompt: Prompt) -> str:
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]  # type: ignore[index,call-overload]
-        return f"You said: {text}"
+        return f"You said: {prompt if isinstance(prompt, str) else prompt[-1]['content']}"
 
     def generate(self, prompt: Prompt, *, seed: int = 0, **settings: Any) -> Result:
         *_, result = self.stream(prompt, seed=seed, **settings)
-        assert isinstance(result, Result)
         return result
 
     def generate_batch(self, prompts: Sequence[Prompt], *, seed: Sequence[int], **settings: Any) -> list[Result]:
@@ -51,7 +44,11 @@ class FakeEngine:
     def stream(self, prompt: Prompt, *, seed: int = 0, **settings: Any) -> Iterator[Event]:
         limit = self.settings.replace(**settings).max_new_tokens
         check_seed(seed)
-        self._check(prompt)
+        text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+        if not text.strip():
+            raise UsageError("the prompt is empty")
+        if len(text) > CONTEXT:
+            raise UsageError(f"the prompt exceeds the context of {CONTEXT}")
         self.prompts.append(prompt)
         start = time.perf_counter()
         if self.failure is not None:
@@ -64,21 +61,8 @@ class FakeEngine:
             yield Draft(index, 1, [ord("?")] * len(canvas), [False] * len(canvas), 2.0)
             yield Draft(index, 2, canvas, [True] * len(canvas), 0.0)
             yield Committed(index, 2, canvas, text=self.decode(canvas))
+        seconds = 0.5 + time.perf_counter() - start
         yield Result(
-            token_ids=tokens,
-            tokens=len(tokens),
-            prompt_tokens=7,
-            steps_per_canvas=[2] * len(canvases),
-            seconds=0.5 + time.perf_counter() - start,
-            finish_reason=finish,
-            seed=seed,
-            peak_memory_bytes=1000,
-            text=self.decode(tokens),
-        )
-
-    def _check(self, prompt: Prompt) -> None:
-        texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]  # type: ignore[index]
-        if not "".join(texts).strip():
-            raise UsageError("the prompt is empty")
-        if sum(map(len, texts)) > CONTEXT:
-            raise UsageError(f"the prompt exceeds the context of {CONTEXT}")
+            token_ids=tokens, tokens=len(tokens), prompt_tokens=7, steps_per_canvas=[2] * len(canvases),
+            seconds=seconds, finish_reason=finish, seed=seed, peak_memory_bytes=1000, text=self.decode(tokens),
+        )  # fmt: skip

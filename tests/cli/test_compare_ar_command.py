@@ -1,14 +1,12 @@
 """compare-ar from the command line, on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
+import torch
 from cli.conftest import Run
 
-from redraft.bench import compare_ar as comparing
-from redraft.bench.compare_ar import AUTOREGRESSIVE, OWN_STOP, SizeResult
+from redraft.bench.compare_ar import AUTOREGRESSIVE, OWN_STOP, Comparison
 
 QUICK = ("--device", "cpu", "--fixed-passes", "2", "--sizes")
 
@@ -42,7 +40,10 @@ def test_command_on_random_weights(run: Run, limits: None) -> None:
 
 
 def test_nothing_fits(run: Run, limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "compare_ar", lambda *a, **k: iter([SizeResult(1, [], "out of memory")]))
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Comparison, "_decoder", fail)
     outcome = run("compare-ar", "random:tiny", *QUICK, "1")
     assert outcome.code == 1
     assert outcome.error == "redraft: error: nothing was measured: out of memory"

@@ -1,7 +1,5 @@
 """`redraft demo`: three graded answers and the sizes; a wrong answer is said and fails the command."""
 
-from __future__ import annotations
-
 import pytest
 from cli.conftest import Run
 from cli.fake_engine import FakeEngine
@@ -11,24 +9,23 @@ from redraft.evaluate.demo import TASKS
 
 ITEMS = {name: TASKS[name].items(1)[0] for name in DEMO_TASKS}
 SIZES = {"experts": {"bf16": 8_000_000, "w4": 2_000_000}, "model": {"bf16": 10_000_000, "w4": 4_000_000}}
-ANSWERS = {item.prompt: item.expected for item in ITEMS.values()}
 
 
 @pytest.fixture
-def clever(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """Knows the answers of the demo's prompts."""
-    monkeypatch.setattr(engine, "answer_to", lambda prompt: ANSWERS[prompt])
+def answers(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the engine says to the demo's prompts: what is right."""
+    known = {item.prompt: item.expected for item in ITEMS.values()}
+    monkeypatch.setattr(engine, "answer_to", known.get)
     monkeypatch.setattr("redraft.cli.demo.sizes", lambda: SIZES)
-    return engine
+    return known
 
 
-def test_three_correct_answers_and_the_sizes(run: Run, clever: FakeEngine) -> None:
+def test_three_correct_answers_and_the_sizes(run: Run, answers: dict[str, str]) -> None:
     outcome = run("demo")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0] == f"[arithmetic] {ITEMS['arithmetic'].prompt}"
-    assert lines.count("=> correct") == 3
-    assert outcome.out.count(" tok/s · ") == 3
+    assert (lines.count("=> correct"), outcome.out.count(" tok/s · ")) == (3, 3)
     assert lines[-2:] == [
         "experts  w4    2.0 MB  BF16    8.0 MB  (4.00x smaller)",
         "model    w4    4.0 MB  BF16   10.0 MB  (2.50x smaller)",
@@ -36,22 +33,17 @@ def test_three_correct_answers_and_the_sizes(run: Run, clever: FakeEngine) -> No
     assert "\x1b" not in outcome.out
 
 
-def test_a_wrong_answer_is_said_and_exits_1(run: Run, clever: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {**ANSWERS, ITEMS["edit"].prompt: "nonsense"}
-    monkeypatch.setattr(clever, "answer_to", lambda prompt: wrong[prompt])
+def test_a_wrong_answer_is_said_and_exits_1(run: Run, answers: dict[str, str]) -> None:
+    answers[ITEMS["edit"].prompt] = "nonsense"
     outcome = run("demo")
-    assert outcome.code == 1
+    assert (outcome.code, outcome.err) == (1, "redraft: error: 1 of 3 answers are wrong\n")
     assert outcome.out.count("=> correct") == 2
     assert f"nonsense\n=> incorrect, expected:\n{ITEMS['edit'].expected}\n" in outcome.out
-    assert outcome.err == "redraft: error: 1 of 3 answers are wrong\n"
 
 
-def test_json_holds_answers_and_sizes(run: Run, clever: FakeEngine) -> None:
+def test_json_holds_answers_and_sizes(run: Run, answers: dict[str, str]) -> None:
     outcome = run("demo", "--json")
     assert outcome.out.count("\n") == 1
-    value = outcome.json
-    assert [(a["task"], a["correct"], a["text"]) for a in value["answers"]] == [
-        (name, True, item.expected) for name, item in ITEMS.items()
-    ]
-    assert value["sizes"] == SIZES
-    assert (value["model"], value["weights"]) == ("demo", "w4")
+    given = [(a["task"], a["correct"], a["text"]) for a in outcome.json["answers"]]
+    assert given == [(name, True, item.expected) for name, item in ITEMS.items()]
+    assert (outcome.json["sizes"], outcome.json["model"], outcome.json["weights"]) == (SIZES, "demo", "w4")

@@ -1,12 +1,11 @@
 """Exit codes and one clear line: whatever goes wrong, with every command."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.conftest import Run
@@ -15,7 +14,7 @@ from cli.fake_engine import FakeEngine
 import redraft
 from redraft.errors import CheckpointError, UsageError
 
-COMMAND = [sys.executable, "-m", "redraft"]
+EDIT = ("eval", "demo", "--task", "demo:edit")
 
 
 @pytest.mark.parametrize(
@@ -33,20 +32,16 @@ COMMAND = [sys.executable, "-m", "redraft"]
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )  # fmt: skip
-def test_every_error_is_one_line_and_a_code(
-    run: Run, engine: FakeEngine, error: BaseException, code: int, line: str
-) -> None:
+def test_every_error_is_one_line_and_a_code(run: Run, engine: FakeEngine, error, code: int, line: str) -> None:
     engine.failure = error
-    outcome = run("generate", "demo", "hi")
-    assert (outcome.code, outcome.out, outcome.err) == (code, "", f"redraft: error: {line}\n")
+    assert run("generate", "demo", "hi") == (code, "", f"redraft: error: {line}\n")
 
 
 @pytest.mark.parametrize("args", [("--debug", "generate", "demo", "hi"), ("generate", "demo", "--debug", "hi")])
 def test_debug_shows_the_traceback_wherever_it_stands(run: Run, engine: FakeEngine, args: tuple[str, ...]) -> None:
     engine.failure = ZeroDivisionError("why")
     outcome = run(*args)
-    assert outcome.code == 1
-    assert outcome.err.startswith("Traceback (most recent call last):")
+    assert outcome.code == 1 and outcome.err.startswith("Traceback (most recent call last):")
     assert "raise self.failure" in outcome.err
 
 
@@ -62,7 +57,7 @@ def test_debug_after_two_dashes_is_a_prompt(run: Run, engine: FakeEngine) -> Non
         (("evil",), "No such command 'evil'"),
         (("--nothing",), "--nothing"),
         (("eval", "demo"), "Missing option '--task'"),
-        (("eval", "demo", "--task", "demo:edit", "--limit", "0"), "--limit"),
+        ((*EDIT, "--limit", "0"), "--limit"),
         (("eval", "demo", "--task", "mmlu"), "task is 'mmlu', expected one of gsm8k, humaneval, "),
         (("generate", "demo", "hi", "--seed", "x"), "--seed"),
         (("generate", "demo", "hi", "--seed", "-1"), "seed is -1, expected a whole number from 0 to 2^63 - 1"),
@@ -70,29 +65,21 @@ def test_debug_after_two_dashes_is_a_prompt(run: Run, engine: FakeEngine) -> Non
         (("chat", "demo", "--entropy-bound", "nan"), "entropy_bound is nan"),
         (("demo", "--max-new-tokens", "-5"), "max_new_tokens is -5"),
         (("generate", "demo", "hi", "--weights", "w3"), "weights is 'w3', expected one of w4, bf16"),
-        (
-            ("eval", "demo", "--task", "demo:edit", "--tier", "warp"),
-            "tier is 'warp', expected one of off, bitexact, turbo",
-        ),
+        ((*EDIT, "--tier", "warp"), "tier is 'warp', expected one of off, bitexact, turbo"),
     ],
 )
-def test_bad_usage_exits_2_before_a_model_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
-) -> None:
+def test_bad_usage_exits_2_before_a_model_is_loaded(run: Run, monkeypatch, args: tuple[str, ...], message: str) -> None:
     monkeypatch.setattr(redraft, "load", lambda *a, **k: pytest.fail("loaded"))
     outcome = run(*args)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("redraft: error: ")
-    assert outcome.err.count("\n") == 1
-    assert message in outcome.err
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert outcome.err.startswith("redraft: error: ") and message in outcome.err
 
 
 def test_version_and_bare_command(run: Run) -> None:
     assert run("--version").out == f"redraft {redraft.__version__}\n"
     bare = run()
     assert bare.code == 0
-    for name in ("demo", "generate", "chat", "quantize", "inspect", "eval"):
-        assert name in bare.out
+    assert all(name in bare.out for name in ("demo", "generate", "chat", "quantize", "inspect", "eval"))
 
 
 @pytest.mark.parametrize(
@@ -108,17 +95,22 @@ def test_what_is_not_imported(code: str, module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def version_into(stdout: Any) -> tuple[int, str]:
+    """Exit code and stderr of a process that prints its version."""
+    command = [sys.executable, "-m", "redraft", "--version"]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_stdout_is_reported() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "redraft: error: No space left on device; free some space and run it again\n"
+        line = "redraft: error: No space left on device; free some space and run it again\n"
+        assert version_into(full) == (1, line)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*COMMAND, "--version"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    assert version_into(writer) == (1, "")
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")

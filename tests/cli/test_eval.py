@@ -1,9 +1,8 @@
 """`redraft eval`: the report and the table, the results file, resuming."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from cli.conftest import Run
@@ -14,6 +13,12 @@ from redraft.evaluate.demo import TASKS
 EDIT = ("eval", "demo", "--task", "demo:edit")
 ITEMS = TASKS["edit"].items(4)
 WRONG = ITEMS[2].prompt
+NO_FILE = "HumanEval.jsonl.gz does not exist; --data needs a directory that holds HumanEval.jsonl.gz"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "r.jsonl"
 
 
 @pytest.fixture
@@ -41,62 +46,46 @@ def test_report(run: Run, scholar: FakeEngine) -> None:
     assert "all" not in report
 
 
-def test_table(run: Run, scholar: FakeEngine) -> None:
+def test_all_tasks_are_summed(run: Run, engine: FakeEngine) -> None:
+    report = run("eval", "demo", "--task", "demo:all", "--limit", "1", "--json").json
+    assert list(report["tasks"]) == list(TASKS)
+    assert (report["all"]["items"], report["all"]["correct"]) == (len(TASKS), 0)
+
+
+@pytest.mark.parametrize(("tier", "sizes"), [("turbo", [4]), ("bitexact", [1, 1, 1, 1])])
+def test_table_and_batch_size_by_default(run: Run, scholar: FakeEngine, tier: str, sizes: list[int]) -> None:
+    scholar.tier = tier
     lines = run(*EDIT, "--limit", "4").out.splitlines()
+    assert scholar.batches == sizes
     assert lines[0].split("  ")[0] == "task"
     assert lines[1].startswith("edit  3/4      75.0 %    30.1 to 95.4")
     assert "2.0 / 2 / 2" in lines[1]
 
 
-def test_all_tasks_are_summed(run: Run, engine: FakeEngine) -> None:
-    report = run("eval", "demo", "--task", "demo:all", "--limit", "1", "--json").json
-    assert list(report["tasks"]) == list(TASKS)
-    assert report["all"]["items"] == len(TASKS)
-    assert report["all"]["correct"] == 0
-
-
-@pytest.mark.parametrize(("tier", "sizes"), [("turbo", [4]), ("bitexact", [1, 1, 1, 1])])
-def test_default_batch_size_follows_the_tier(run: Run, scholar: FakeEngine, tier: str, sizes: list[int]) -> None:
-    scholar.tier = tier
-    run(*EDIT, "--limit", "4")
-    assert scholar.batches == sizes
-
-
-def test_an_interrupted_run_resumes(
-    run: Run, scholar: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "edit.jsonl"
+def test_an_interrupted_run_resumes(run: Run, scholar: FakeEngine, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (*EDIT, "--limit", "4", "--batch-size", "1", "--out", str(out), "--json")
-    whole = FakeEngine.generate_batch
-    monkeypatch.setattr(
-        scholar, "generate_batch", lambda p, **k: _interrupt() if WRONG in p else whole(scholar, p, **k)
-    )
-    first = run(*args)
+    with monkeypatch.context() as patch:
+        whole, interrupt = scholar.generate_batch, MagicMock(side_effect=KeyboardInterrupt)
+        patch.setattr(scholar, "generate_batch", lambda p, **k: (interrupt if WRONG in p else whole)(p, **k))
+        first = run(*args)
     assert (first.code, first.err, out.exists()) == (130, "redraft: error: interrupted\n", False)
 
-    monkeypatch.setattr(scholar, "generate_batch", lambda p, **k: whole(scholar, p, **k))
     scholar.batches.clear()
     second = run(*args)
     assert second.err == "redraft: note: 2 items are done already and are not run again\n"
     assert scholar.batches == [1, 1]
     assert (second.json["reused_items"], second.json["tasks"]["edit"]["correct"]) == (2, 3)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["id"] for r in rows] == ["edit/0", "edit/1", "edit/2", "edit/3"]
-    assert [r["correct"] for r in rows] == [True, True, False, True]
-    assert [p.name for p in tmp_path.iterdir()] == ["edit.jsonl"]
+    assert [(r["id"], r["correct"]) for r in rows] == [(f"edit/{i}", i != 2) for i in range(4)]
+    assert [p.name for p in out.parent.iterdir()] == [out.name]
 
     third = run(*args)
     assert (third.code, third.err) == (2, f"redraft: error: {out} already exists; remove it or choose another file\n")
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, tmp_path: Path) -> None:
-    out = tmp_path / "r.jsonl"
+def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, out: Path) -> None:
     run(*EDIT, "--limit", "2", "--out", str(out))
-    out.rename(tmp_path / "r.jsonl.part")
+    out.rename(f"{out}.part")
     for changed in (("--limit", "3"), ("--limit", "2", "--seed", "1"), ("--limit", "2", "--steps", "3")):
         outcome = run(*EDIT, "--out", str(out), *changed)
         assert outcome.code == 2
@@ -109,10 +98,7 @@ def test_results_of_another_run_are_not_mixed_in(run: Run, scholar: FakeEngine, 
     [
         ((*EDIT, "--limit", "1001"), "task edit has only 1000 held-out prompts, 1001 asked for"),
         ((*EDIT, "--out", "no/r.jsonl"), "no/r.jsonl: the directory no does not exist"),
-        (
-            ("eval", "demo", "--task", "humaneval", "--data", "."),
-            "HumanEval.jsonl.gz does not exist; --data needs a directory that holds HumanEval.jsonl.gz",
-        ),
+        (("eval", "demo", "--task", "humaneval", "--data", "."), NO_FILE),
     ],
 )
 def test_refusals_come_before_loading(
@@ -123,14 +109,11 @@ def test_refusals_come_before_loading(
     assert (outcome.code, outcome.err, engine.prompts) == (2, f"redraft: error: {message}\n", [])
 
 
-def test_a_benchmark_from_a_directory(
-    run: Run, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_from_a_directory(run: Run, engine: FakeEngine, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}"} for n in (1, 2, 600)]
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (out.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     monkeypatch.setattr(engine, "answer_to", lambda prompt: "\\boxed{1,200}" if "600" in prompt else "\\boxed{2}")
-    out = tmp_path / "r.jsonl"
-    outcome = run("eval", "demo", "--task", "gsm8k", "--data", str(tmp_path), "--out", str(out), "--json")
+    outcome = run("eval", "demo", "--task", "gsm8k", "--data", str(out.parent), "--out", str(out), "--json")
     report = outcome.json["tasks"]["gsm8k"]
     assert (outcome.code, report["items"], report["correct"]) == (0, 3, 2)
     records = [json.loads(line) for line in out.read_text().splitlines()]

@@ -1,7 +1,5 @@
 """Tables and lines of stdout: whole in a pipe, folded on a terminal, the same cells in Markdown."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -25,10 +23,8 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     ]  # fmt: skip
 
 
-def test_a_terminal_folds_cells_but_not_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("redraft.cli.common.on_terminal", lambda: True)
+def test_a_terminal_folds_cells_but_not_lines(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     output_console().print(TABLE)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()

@@ -1,7 +1,5 @@
 """The commands on a real pseudo-terminal: what a user sees, what the answer leaves behind."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -9,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-
-import pytest
 
 # What a shell starts in the background, tests perhaps, ignores Ctrl-C, and so would its children.
 PROGRAM = """
@@ -48,16 +44,23 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", **env},
         )  # fmt: skip
         os.close(follower)
-        self.seen = ""
-        self.mark = 0
+        self.seen, self.mark = "", 0
+
+    def _more(self, deadline: float) -> bool:
+        """Read on; False where nothing comes before the deadline or the other side is closed."""
+        if not select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return False
+        try:
+            self.seen += os.read(self.fd, 4096).decode()
+        except OSError:
+            return False
+        return True
 
     def until(self, text: str) -> None:
         """Read until `text` has been seen after the text of the last call."""
         deadline = time.monotonic() + 20
         while (at := self.seen.find(text, self.mark)) < 0:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{text!r} is not in {self.seen[self.mark :]!r}"
-            self.seen += os.read(self.fd, 4096).decode()
+            assert self._more(deadline), f"{text!r} is not in {self.seen[self.mark :]!r}"
         self.mark = at + len(text)
 
     def interrupt_until(self, text: str) -> None:
@@ -74,37 +77,20 @@ class Terminal:
     def rest(self) -> str:
         """Everything from the start to the end of the program."""
         deadline = time.monotonic() + 20
-        while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            try:
-                self.seen += os.read(self.fd, 4096).decode()
-            except OSError:  # the other side is closed
-                break
+        while self._more(deadline):
+            pass
         self.process.wait(1)
         return self.seen
 
-
-Start = Callable[..., Terminal]
-
-
-@pytest.fixture
-def terminal() -> Iterator[Start]:
-    """Start the command line on a pseudo-terminal of its own."""
-    opened: list[Terminal] = []
-
-    def start(*args: str, **env: str) -> Terminal:
-        opened.append(Terminal(*args, **env))
-        return opened[-1]
-
-    yield start
-    for t in opened:
-        t.process.kill()
-        t.process.wait()
-        os.close(t.fd)
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
 
 
-def test_generate_draws_then_prints_answer_and_figures(terminal: Start) -> None:
-    t = terminal("generate", "demo", "hello")
-    seen = t.rest()
+def test_generate_draws_then_prints_answer_and_figures() -> None:
+    with closing(Terminal("generate", "demo", "hello")) as t:
+        seen = t.rest()
     assert t.process.returncode == 0
     assert "\x1b[2m????????????????\x1b[0m" in seen
     assert "\x1b[1mYou said: hello\x1b[0m" in seen
@@ -114,30 +100,30 @@ def test_generate_draws_then_prints_answer_and_figures(terminal: Start) -> None:
     assert " tok/s · steps per canvas 2 · seed 0 · w4 weights 1.5 MB" in figures
 
 
-def test_a_dumb_terminal_gets_no_escape_codes(terminal: Start) -> None:
-    t = terminal("generate", "demo", "hello", TERM="dumb")
-    assert "\x1b" not in t.rest()
+def test_a_dumb_terminal_gets_no_escape_codes() -> None:
+    with closing(Terminal("generate", "demo", "hello", TERM="dumb")) as t:
+        assert "\x1b" not in t.rest()
 
 
-def test_ctrl_c_stops_generate_with_one_line(terminal: Start) -> None:
-    t = terminal("generate", "demo", "wait")
-    t.until("pass 1")
-    t.process.send_signal(signal.SIGINT)
-    assert t.rest().endswith("redraft: error: interrupted\r\n")
+def test_ctrl_c_stops_generate_with_one_line() -> None:
+    with closing(Terminal("generate", "demo", "wait")) as t:
+        t.until("pass 1")
+        t.process.send_signal(signal.SIGINT)
+        assert t.rest().endswith("redraft: error: interrupted\r\n")
     assert t.process.returncode == 130
 
 
-def test_chat_lives_through_ctrl_c_and_ends_with_ctrl_d(terminal: Start) -> None:
-    t = terminal("chat", "demo")
-    t.until("> ")
-    t.type("wait\n")
-    t.until("pass 1")
-    t.interrupt_until("(stopped; this turn is forgotten)")
-    t.until("> ")
-    t.interrupt_until("(/exit or Ctrl-D ends the chat)")
-    t.type("hi\n")
-    t.until("w4 weights")
-    t.until("> ")
-    t.type("\x04")
-    t.rest()
+def test_chat_lives_through_ctrl_c_and_ends_with_ctrl_d() -> None:
+    with closing(Terminal("chat", "demo")) as t:
+        t.until("> ")
+        t.type("wait\n")
+        t.until("pass 1")
+        t.interrupt_until("(stopped; this turn is forgotten)")
+        t.until("> ")
+        t.interrupt_until("(/exit or Ctrl-D ends the chat)")
+        t.type("hi\n")
+        t.until("w4 weights")
+        t.until("> ")
+        t.type("\x04")
+        t.rest()
     assert t.process.returncode == 0

@@ -1,7 +1,5 @@
 """A task and records that tests of the harness share."""
 
-from __future__ import annotations
-
 from redraft.evaluate.base import Item
 from redraft.evaluate.run import Record
 

@@ -1,13 +1,13 @@
 """The names of arms: what each stands for, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from redraft.errors import UsageError
 from redraft.evaluate.arms import Arm, parse_arms
+
+HERE = str(Path(__file__).parent)
 
 
 def one(text: str) -> Arm:
@@ -27,8 +27,8 @@ def one(text: str) -> Arm:
     ],
 )  # fmt: skip
 def test_kinds(name: str, runner: str, weights: str, tier: str) -> None:
-    arm = one(name)
-    assert arm == Arm(name, "some/model", runner, weights, tier, {})  # type: ignore[arg-type]
+    for text, model in ((name, "some/model"), (f"{name}@{HERE}", HERE)):
+        assert one(text) == Arm(text, model, runner, weights, tier, {})  # type: ignore[arg-type]
 
 
 def test_settings_keep_their_types() -> None:
@@ -39,17 +39,11 @@ def test_settings_keep_their_types() -> None:
     assert one("engine-bf16+t_max=0.3+t_min=0.2").settings == {"t_max": 0.3, "t_min": 0.2}
 
 
-@pytest.mark.parametrize("place", ["demo", "org/name", "random:tiny:7", "./a@b"])
+@pytest.mark.parametrize("place", ["demo", "org/name", "random:tiny:7", "./a@b", HERE])
 def test_a_checkpoint_is_taken_as_it_is_stored(place: str) -> None:
     arm = one(f"{place}+entropy_bound=1")
     assert (arm.model, arm.weights, arm.settings) == (place, None, {"entropy_bound": 1.0})
     assert [arm.resolved(packed).weights for packed in (False, True)] == ["bf16", "w4"]
-
-
-def test_a_kind_of_another_checkpoint(tmp_path: Path) -> None:
-    arm = one(f"engine-w4@{tmp_path}")
-    assert (arm.model, arm.runner, arm.weights) == (str(tmp_path), "engine", "w4")
-    assert one(str(tmp_path)).model == str(tmp_path)
 
 
 def test_bf16_of_packed_files_is_refused() -> None:

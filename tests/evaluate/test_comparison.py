@@ -1,8 +1,6 @@
 """The run of a comparison without a network: turns, groups, seeds, warm-up, what a folder keeps."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,7 @@ class FakeModels:
         self.diary: list[tuple[str, str, int]] = []
         self.started: list[tuple[str, str, int]] = []
         self.opened: list[str] = []
-        self.closed = 0
-        self.fail_at = fail_at
+        self.closed, self.fail_at = 0, fail_at
 
     def open(self, arm: Arm) -> Side:
         self.opened.append(arm.name)
@@ -56,17 +53,15 @@ class FakeModels:
         self.closed += 1
 
 
-def run(models: FakeModels, grouped: list[list[Arm]], done: set[tuple[str, str]] | None = None) -> list[Record]:
+def run(models: FakeModels, grouped: list[list[Arm]], done: Collection[tuple[str, str]] = ()) -> Iterator[Record]:
     told: list[str] = []
-    records = answer_all(models, grouped, QUESTIONS, SETTINGS, done or set(), lambda side: told.append(side.name))  # type: ignore[arg-type]
-    result = list(records)
+    yield from answer_all(models, grouped, QUESTIONS, SETTINGS, set(done), lambda side: told.append(side.name))  # type: ignore[arg-type]
     assert sorted(told) == sorted(models.opened)
-    return result
 
 
 def test_arms_that_fit_take_turns_after_a_warm_up_each() -> None:
     models = FakeModels()
-    records = run(models, groups(ARMS, together=True))
+    records = list(run(models, groups(ARMS, together=True)))
     warm_up, rest = models.diary[:3], models.diary[3:]
     assert warm_up == [(name, "0", item_seed(5, 0)) for name in ("bf16", "w4", "turbo")]
     assert models.started == [(name, prompt, 2) for name in ("bf16", "w4", "turbo") for prompt in "012"]
@@ -83,7 +78,7 @@ def test_arms_that_do_not_fit_answer_one_after_the_other() -> None:
     models = FakeModels()
     grouped = groups([ARMS[1], ARMS[2], ARMS[0]], together=False)
     assert [[arm.name for arm in group] for group in grouped] == [["bf16"], ["w4", "turbo"]]
-    records = run(models, grouped)
+    records = list(run(models, grouped))
     assert [r.arm for r in records[:4]] == ["bf16", "bf16", "bf16", "w4"]
     assert models.opened == ["bf16", "w4", "turbo"]
 
@@ -91,11 +86,9 @@ def test_arms_that_do_not_fit_answer_one_after_the_other() -> None:
 def test_what_is_done_is_neither_asked_nor_loaded() -> None:
     models = FakeModels()
     done = {("bf16", q.item.id) for q in QUESTIONS} | {("w4", "echo/0"), ("turbo", "echo/2")}
-    records = run(models, groups(ARMS, together=False), done)
+    records = [(r.arm, r.id) for r in run(models, groups(ARMS, together=False), done)]
     assert models.opened == ["w4", "turbo"]
-    assert [(r.arm, r.id) for r in records] == [
-        ("turbo", "echo/0"), ("turbo", "echo/1"), ("w4", "echo/1"), ("w4", "echo/2")
-    ]  # fmt: skip
+    assert records == [("turbo", "echo/0"), ("turbo", "echo/1"), ("w4", "echo/1"), ("w4", "echo/2")]
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -104,18 +97,16 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     first.note(probe={"gbps": 1})
     grouped = groups(ARMS, together=True)
     with pytest.raises(KeyboardInterrupt), Results(first.items, first.run) as results:
-        results.gather(answer_all(FakeModels(3 + 4), grouped, QUESTIONS, SETTINGS, set(), lambda *_: None), repr)  # type: ignore[arg-type]
+        results.gather(run(FakeModels(3 + 4), grouped), repr)
     part = path / "items.jsonl.part"
     part.write_bytes(part.read_bytes()[:-20])  # the power went while the last line was written
     again = Folder(path, {"model": "demo"})
-    assert again.facts == {"probe": {"gbps": 1}}
-    assert again.finished() is None
+    assert (again.facts, again.finished()) == ({"probe": {"gbps": 1}}, None)
     with Results(again.items, again.run) as results:
         assert len(results.done) == 3
         results.gather(run(FakeModels(), grouped, results.done), repr)
     records = Folder(path, {"model": "demo"}).finished()
-    assert records is not None and len(records) == 9
-    assert len({(r.arm, r.id) for r in records}) == 9
+    assert records is not None and len(records) == len({(r.arm, r.id) for r in records}) == 9
     assert all(r.answer == f"You said: {r.prompt}\u2028." for r in records)
     assert not part.exists()
 

@@ -1,9 +1,8 @@
 """GSM8K: the number that an answer states, and what it does not state."""
 
-from __future__ import annotations
-
 import json
 import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -35,28 +34,23 @@ def test_answers_to_a_question_with_1200(answer: str, right: bool) -> None:
     assert (extract_number(answer) == 1200) is right
 
 
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        ("-3", -3), ("It fell to −10 degrees", -10), ("-$5", -5), ("a 10-year plan", 10), ("10-3", 3),
-        (".5 litres", Fraction(1, 2)), ("0.25", Fraction(1, 4)), ("3/4", Fraction(3, 4)), ("100,000,000", 10**8),
-        ("45%", 45), ("1,2,3", 3), ("5/0", 5),
-    ],
-)  # fmt: skip
-def test_forms_of_numbers(answer: str, value: int | Fraction) -> None:
-    assert extract_number(answer) == value
+NUMBERS = {
+    "-3": -3, "It fell to −10 degrees": -10, "-$5": -5, "a 10-year plan": 10, "10-3": 3, ".5 litres": Fraction(1, 2),
+    "0.25": Fraction(1, 4), "3/4": Fraction(3, 4), "100,000,000": 10**8, "45%": 45, "1,2,3": 3, "5/0": 5,
+}  # fmt: skip
+BOXES = {
+    "\\boxed{a{b}c} d": "a{b}c", "\\boxed{1} \\boxed{2}": "2", "\\boxed{1} \\boxed{2": "1",
+    "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}", "\\boxed{\\left\\{x\\right.}": "\\left\\{x\\right.", "\\boxed {3}": "3",
+    "}} {\\boxed{4}": "4", "boxed{5}": None, "\\boxed{" * 5000: None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "inner"),
-    [
-        ("\\boxed{a{b}c} d", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1} \\boxed{2", "1"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"), ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
-        ("\\boxed {3}", "3"), ("}} {\\boxed{4}", "4"), ("boxed{5}", None), ("\\boxed{" * 5000, None),
-    ],
-)  # fmt: skip
-def test_last_boxed(text: str, inner: str | None) -> None:
-    assert last_boxed(text) == inner
+    ("read", "text", "found"),
+    [*((extract_number, *each) for each in NUMBERS.items()), *((last_boxed, *each) for each in BOXES.items())],
+)
+def test_forms_of_numbers_and_the_last_box(read: Callable[[str], object], text: str, found: object) -> None:
+    assert read(text) == found
 
 
 @given(st.text(alphabet="0129,./-−$=\\{} \nboxed#answeris*\u0663", max_size=60) | st.text(max_size=60))
@@ -64,9 +58,10 @@ def test_any_text_gives_a_number_or_none(text: str) -> None:
     assert isinstance(extract_number(text), Fraction | None)
 
 
-@pytest.mark.parametrize(
-    "text", ["1" * 10**5, "answer " * 10**4, "1," * 10**5, "#### " + "9" * 5000, "\\frac{" * 10**4]
-)
+LONG = ["1" * 10**5, "answer " * 10**4, "1," * 10**5, "#### " + "9" * 5000, "\\frac{" * 10**4]
+
+
+@pytest.mark.parametrize("text", LONG)
 def test_long_texts_take_no_time(text: str) -> None:
     started = time.monotonic()
     extract_number(text)
@@ -75,11 +70,9 @@ def test_long_texts_take_no_time(text: str) -> None:
 
 def test_items_from_a_file(tmp_path: Path) -> None:
     asked = "Tom has 2 pens and buys 3. How many has he?"
-    rows = [
-        {"question": asked, "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
-        {"question": "And a thousand more? ", "answer": "#### 1,005"},
-    ]
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    answers = {asked: "2 + 3 = <<2+3=5>>5\n#### 5", "And a thousand more? ": "#### 1,005"}
+    rows = (json.dumps({"question": question, "answer": answer}) for question, answer in answers.items())
+    (tmp_path / "gsm8k_test.jsonl").write_text("".join(f"{row}\n" for row in rows))
     task = Gsm8k(tmp_path)
     first, second = task.items(10)
     prompt = f"{asked}\n\nReason step by step, and put the final number in \\boxed{{}}."

@@ -1,7 +1,5 @@
 """HumanEval: the program in an answer, and a grade that only working code gets."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -11,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.evaluate.base import Item
 from redraft.evaluate.humaneval import HumanEval, assemble
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resource limits as on Linux")
@@ -31,31 +28,17 @@ def total(values: List[int]) -> float:
 '''
 BODY = "    result = sum(values)\n\n    return halve(result)\n"
 ROW = {
-    "task_id": "HumanEval/0",
-    "prompt": PROMPT,
-    "entry_point": "total",
-    "canonical_solution": BODY,
-    "test": (
-        "METADATA = {}\n\ndef check(candidate):\n    assert candidate([1, 3]) == 2.0\n"
-        "    assert candidate([]) == 0, 'empty'\n    assert candidate([3]) == halve(3)\n"
-    ),
-}
+    "task_id": "HumanEval/0", "prompt": PROMPT, "entry_point": "total", "canonical_solution": BODY,
+    "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate([1, 3]) == 2.0\n"
+    "    assert candidate([]) == 0, 'empty'\n    assert candidate([3]) == halve(3)\n",
+}  # fmt: skip
 WHOLE = PROMPT + BODY
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> HumanEval:
+def test_item(tmp_path: Path) -> None:
     (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode() + b"\n"))
-    return HumanEval(tmp_path)
-
-
-@pytest.fixture
-def item(task: HumanEval) -> Item:
-    return task.items(10)[0]
-
-
-def test_item(item: Item) -> None:
-    assert (item.id, item.expected) == ("humaneval/0", BODY)
+    (item,) = HumanEval(tmp_path).items(10)
+    assert (item.id, item.expected, item.data) == ("humaneval/0", BODY, ROW)
     assert item.prompt.startswith("Complete this Python function.")
     assert item.prompt.endswith(f"```python\n{PROMPT.rstrip()}\n```")
 
@@ -108,14 +91,13 @@ HOSTILE = {
     "replaces a helper of the test": "def halve(n): return 7\ndef total(values):\n    return 7",
 }
 CASES = [(RIGHT, True), (WRONG, False), ({name: f"```python\n{code}\n```" for name, code in HOSTILE.items()}, False)]
+GRADES = [pytest.param(answer, right, id=name) for answers, right in CASES for name, answer in answers.items()]
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [pytest.param(answer, right, id=name) for answers, right in CASES for name, answer in answers.items()],
-)
-def test_answers(task: HumanEval, item: Item, answer: str, right: bool) -> None:
-    assert task.grade(item, answer) is right
+@pytest.mark.parametrize(("answer", "right"), GRADES)
+def test_answers(answer: str, right: bool) -> None:
+    task = HumanEval()
+    assert task.grade(task.item("humaneval/0", ROW), answer) is right
 
 
 def test_prompt_stays_in_front() -> None:

@@ -1,7 +1,5 @@
 """MATH-500: equal values written differently, and answers made to break the comparison."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import time

@@ -1,7 +1,5 @@
 """What answers for an arm: stock transformers untouched, models that share tensors, passes counted right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +53,8 @@ def test_stock_is_transformers_own_generate() -> None:
     result = answer(opened, FRANCE, seed=11)
     wrapped: TransformersEngine = opened.generate_batch.__self__  # type: ignore[attr-defined]
     stock = DiffusionGemmaForBlockDiffusion.from_pretrained(models.files["demo"].path, dtype=torch.float32)
-    ids = wrapped.tokenizer.apply_chat_template(
-        [{"role": "user", "content": FRANCE}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )["input_ids"]  # fmt: skip
+    chat, options = [{"role": "user", "content": FRANCE}], {"return_tensors": "pt", "return_dict": True}
+    ids = wrapped.tokenizer.apply_chat_template(chat, add_generation_prompt=True, **options)["input_ids"]
     torch.manual_seed(11)
     expected = stock.generate(ids)
     assert type(wrapped.model) is DiffusionGemmaForBlockDiffusion
@@ -172,19 +168,15 @@ def test_checkpoints_of_either_packed_format_as_they_are_stored(tmp_path: Path) 
 
 
 def test_needed_memory_counts_shared_tensors_once() -> None:
-    files, config = {TINY: open_model(TINY)}, PRESETS["tiny"]
-
-    def needed(text: str) -> int:
-        return needed_bytes(parse_arms(text, TINY), files, torch.bfloat16)
-
+    config = PRESETS["tiny"]
     dense, packed = (weight_bytes(config, spec, torch.bfloat16) for spec in (None, QuantSpec()))
-    logits = 16 * 4 * config.canvas_length * config.vocab_size
-    assert needed("engine-bf16,engine-w4") == dense + packed + logits
-    assert needed("w4,turbo") == packed + logits
     # Half a byte a weight, and two fp16 numbers per group of 128 (gate and up) or 64 (down).
     e, h, i, layers = config.num_experts, config.hidden_size, config.moe_intermediate_size, config.num_layers
     experts = layers * e * (2 * i * (h // 2 + 4 * h // 128) + h * (i // 2 + 4 * i // 64))
-    assert needed("bf16,w4,w4-turbo") == dense + experts + logits
+    logits = 16 * 4 * config.canvas_length * config.vocab_size
+    sizes = {"engine-bf16,engine-w4": dense + packed, "w4,turbo": packed, "bf16,w4,w4-turbo": dense + experts}
+    for text, size in sizes.items():
+        assert needed_bytes(parse_arms(text, TINY), {TINY: open_model(TINY)}, torch.bfloat16) == size + logits
 
 
 def test_a_flat_temperature_is_refused_before_transformers_does() -> None:

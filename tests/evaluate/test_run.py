@@ -1,7 +1,5 @@
 """The harness without a network: seeds, batches, grades and turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,22 +26,16 @@ def test_records_carry_the_answer_its_grade_and_its_seed() -> None:
     assert (first.tokens, first.forwards, first.steps_per_canvas, first.finish_reason) == (12, 2, [2], "stop")
     assert [r.seed for r in records] == [item_seed(9, i) for i in range(5)]
     assert all(r.answer_seconds >= 0.5 for r in records)  # the fake engine's own clock
-
-
-def test_a_cut_answer_reaches_the_grader_as_cut() -> None:
-    records = answers(count=1, settings={"max_new_tokens": 11})
-    assert [(r.answer, r.finish_reason, r.correct) for r in records] == [("You said: 0", "length", False)]
+    (cut,) = answers(count=1, settings={"max_new_tokens": 11})  # reaches the grader as cut
+    assert (cut.answer, cut.finish_reason, cut.correct) == ("You said: 0", "length", False)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_results_do_not_depend_on_batch_size_or_on_what_is_done(batch_size: int) -> None:
-    def essence(**options: Any) -> list[tuple[str, str, int]]:
-        return [(r.id, r.answer, r.seed) for r in answers(**options)]
-
-    whole = essence(batch_size=5)
-    assert essence(batch_size=batch_size) == whole
-    rest = essence(batch_size=batch_size, done={("", "echo/0"), ("", "echo/3")})
-    assert rest == [whole[1], whole[2], whole[4]]
+@pytest.mark.parametrize("done", [set(), {0, 3}])
+def test_results_do_not_depend_on_batch_size_or_on_what_is_done(batch_size: int, done: set[int]) -> None:
+    records = answers(batch_size=batch_size, done={("", f"echo/{i}") for i in done})
+    left = [r for i, r in enumerate(answers(batch_size=5)) if i not in done]
+    assert [(r.id, r.answer, r.seed) for r in records] == [(r.id, r.answer, r.seed) for r in left]
 
 
 def test_a_batch_is_of_one_task_and_filled_with_what_is_left() -> None:

@@ -1,7 +1,5 @@
 """Intervals, tests and ratios against values computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,16 +31,13 @@ def test_wilson_interval_holds_the_proportion_and_is_symmetric(counts: tuple[int
     assert wilson_interval(total - correct, total) == pytest.approx((1 - high, 1 - low))
 
 
-def test_wilson_interval_refuses_impossible_counts() -> None:
-    with pytest.raises(ValueError, match="3 correct of 2"):
-        wilson_interval(3, 2)
-
-
-def test_percentiles() -> None:
+def test_percentiles_and_refusals() -> None:
     assert [percentile([4, 1, 3, 2], q) for q in (0, 50, 90, 100)] == pytest.approx([1, 2.5, 3.7, 4])
     assert percentile([7], 90) == 7
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
+    with pytest.raises(ValueError, match="3 correct of 2"):
+        wilson_interval(3, 2)
 
 
 # By hand: 2 * sum of C(n, k) for k up to the smaller count, over 2^n.
@@ -66,13 +61,10 @@ def test_mcnemar_is_symmetric_and_a_probability(first: int, second: int) -> None
     assert 0 < mcnemar_p(first, second) == mcnemar_p(second, first) <= 1
 
 
-def test_a_constant_ratio_has_no_spread() -> None:
+def test_a_constant_ratio_has_no_spread_and_an_empty_baseline_no_ratio() -> None:
     baseline = [(10.0, 1.0), (40.0, 7.0), (5.0, 0.1)]
     found = rate_ratio(baseline, [(tokens, seconds / 1.6) for tokens, seconds in baseline])
     assert found == {"ratio": pytest.approx(1.6), "interval": pytest.approx([1.6, 1.6])}
-
-
-def test_a_baseline_that_wrote_nothing_has_no_ratio() -> None:
     assert rate_ratio([(0.0, 1.0), (0.0, 2.0)], [(5.0, 1.0), (5.0, 1.0)]) is None
     partly = rate_ratio([(0.0, 1.0), (4.0, 1.0)], [(4.0, 1.0), (4.0, 1.0)])
     assert partly is not None and partly["ratio"] == pytest.approx(2)

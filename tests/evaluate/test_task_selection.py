@@ -1,7 +1,5 @@
 """Tasks by name, where their rows come from, and the everyday questions."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -27,16 +25,14 @@ class PackedRows(Rows):
     file = "rows.jsonl.gz"
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_select_a_benchmark(name: str) -> None:
-    tasks = select_tasks(name)
-    assert list(tasks) == [tasks[name].name] == [name]
-    assert tasks[name].description
+DEMO = {"demo:edit": ["edit"], "demo:all": ["arithmetic", "edit", "lists", "facts", "stories", "code"]}
 
 
-def test_select_demo_tasks() -> None:
-    assert list(select_tasks("demo:edit")) == ["edit"]
-    assert list(select_tasks("demo:all")) == ["arithmetic", "edit", "lists", "facts", "stories", "code"]
+@pytest.mark.parametrize(("spec", "names"), [*((name, [name]) for name in BENCHMARKS), *DEMO.items()])
+def test_tasks_by_name(spec: str, names: list[str]) -> None:
+    tasks = select_tasks(spec)
+    assert list(tasks) == [task.name for task in tasks.values()] == names
+    assert all(task.description for task in tasks.values())
 
 
 @pytest.mark.parametrize("spec", ["demo:none", "edit", "gsm8k:main", "demo:", "", "GSM8K"])
@@ -70,24 +66,13 @@ def test_rows_from_plain_and_compressed_files(tmp_path: Path) -> None:
     ("source", "content", "error", "message"),
     [
         (Rows, b'{"question": "a"}\n{"quest', RedraftError, "rows.jsonl: line 2 is not JSON"),
-        (
-            Rows,
-            b'{"question": "a"}\n{"other": "b"}\n',
-            RedraftError,
-            "rows.jsonl: row 2 lacks the text field question",
-        ),
+        (Rows, b'{"question": "a"}\n{"other": "b"}\n', RedraftError, "rows.jsonl: row 2 lacks the text field question"),
         (Rows, b'{"question": 3}\n', RedraftError, "row 1 lacks the text field question"),
-        (Rows, b"[1]\n", RedraftError, "row 1 lacks"),
-        (Rows, b"\xff\xfe\n", RedraftError, "rows.jsonl is damaged"),
-        (
-            PackedRows,
-            CUT_GZIP,
-            RedraftError,
-            "rows.jsonl.gz is damaged",
-        ),
+        (Rows, b"[1]\n", RedraftError, "row 1 lacks"), (Rows, b"\xff\xfe\n", RedraftError, "rows.jsonl is damaged"),
+        (PackedRows, CUT_GZIP, RedraftError, "rows.jsonl.gz is damaged"),
         (Rows, None, UsageError, "rows.jsonl does not exist; --data needs a directory that holds rows.jsonl"),
     ],
-)
+)  # fmt: skip
 def test_damaged_and_missing_files_are_named(
     tmp_path: Path, source: type[Rows], content: bytes | None, error: type[RedraftError], message: str
 ) -> None:
@@ -97,27 +82,15 @@ def test_damaged_and_missing_files_are_named(
         source(tmp_path).rows(9)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """The `load_dataset` of what takes the place of the library datasets."""
+def test_without_a_directory_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     load = MagicMock(return_value=[{"question": "a"}, {"question": "b"}])
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    return load
-
-
-def test_without_a_directory_the_hub_is_asked(hub: MagicMock) -> None:
     assert Rows().rows(1) == [{"question": "a"}]
-    hub.assert_called_once_with("owner/rows", "main", split="test")
-
-
-def test_an_unreachable_hub_is_one_clear_error(hub: MagicMock) -> None:
-    hub.side_effect = ConnectionError("no route")
+    load.assert_called_once_with("owner/rows", "main", split="test")
+    load.side_effect = ConnectionError("no route")
     message = r"owner/rows could not be loaded from the hub \(ConnectionError: no route\); give --data DIR"
     with pytest.raises(RedraftError, match=message):
         Rows().rows(1)
-
-
-def test_without_the_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # import datasets fails
     with pytest.raises(UsageError, match=r"pip install datasets, or give --data DIR with rows.jsonl in it"):
         Rows().rows(1)

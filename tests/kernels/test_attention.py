@@ -1,13 +1,12 @@
 """Both forms of attention over the arena against an fp64 softmax over the keys each query may see."""
 
-from __future__ import annotations
-
+import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from tolerance import DEVICE, in_slots, slot_table
+from tolerance import DEVICE, gaussian, in_slots, poisoned, slot_table
 
 from redraft.kernels import attention_canvas
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings
@@ -17,78 +16,79 @@ from redraft.kernels.attention_canvas import CanvasSettings, attend_canvas, canv
 CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 5e-3, "atol": 5e-3}
 
 
-def arena(batch, kv_heads, rows_cap, rows_max, dim, dtype):
-    """Keys and values full of NaN, as memory may be where nothing was written."""
-    return torch.full((2, batch, kv_heads, rows_cap + rows_max, dim), math.nan, dtype=dtype, device=DEVICE)
-
-
-def make_case(lengths, rows_cap, rows, heads, kv_heads, dim, dtype=torch.float32, rows_max=None, scale=1.0):
-    """Random history per slot written into an arena; returns q, the arena, and the whole history [B, kv, L + N, D]."""
-    batch, total = len(lengths), max(lengths) + rows
-    history = torch.randn(2, batch, kv_heads, total, dim, device=DEVICE).to(dtype)
-    store = arena(batch, kv_heads, rows_cap, rows_max or rows, dim, dtype)
-    for b, length in enumerate(lengths):
-        for p in range(max(0, length - rows_cap), length):
-            store[:, b, :, p % rows_cap] = history[:, b, :, p]
-        store[:, b, :, rows_cap : rows_cap + rows] = history[:, b, :, length : length + rows]
-    q = (torch.randn(batch, heads, rows, dim, device=DEVICE) * scale / dim**0.5).to(dtype)
-    return q, store, history
-
-
-def reference(q, history, lengths, rows_cap, causal, window):
-    """fp64, slot by slot, over positions in order."""
-    outs = []
-    for b, length in enumerate(lengths):
-        rows = q.shape[2]
-        position = torch.arange(length + rows, device=q.device)
-        query = length + torch.arange(rows, device=q.device)[:, None]
-        visible = (position >= length - rows_cap).expand(rows, -1)
-        if causal:
-            visible = visible & (position <= query)
-            if window is not None:
-                visible = visible & (query - position < window)
-        k, v = history[:, b : b + 1, :, : length + rows].double()
-        outs.append(attention(q[b : b + 1].double(), k, v, visible[None, None]))
-    return torch.cat(outs).flatten(0, 1)
-
-
-def launch(q, store, lengths, rows_cap, settings, causal=False, window=None, scratch_rows=None):
-    """In one launch or, by settings of canvases, in two. Lanes in the slots of `slot_table`, all else full of NaN."""
-    batch, heads, rows, dim = q.shape
-    out = torch.full((batch * rows, heads * dim), math.nan, dtype=q.dtype, device=q.device)
-    length = in_slots(torch.tensor(lengths, dtype=torch.int32, device=q.device))
-    where = (q, in_slots(store[0]), in_slots(store[1]), length, slot_table(batch), rows_cap)
-    if isinstance(settings, CanvasSettings):
-        scratch = canvas_scratch(batch, heads, rows, scratch_rows or rows_cap, settings, q.device, q.dtype)
-        for tensor in (scratch.weights, scratch.stats):
-            tensor.fill_(math.nan)
-        attend_canvas(*where, out=out, scratch=scratch, settings=settings)
-        return out
-    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
-    shares = attention_scratch(batch, heads, rows, dim, settings, q.device, exact)
-    for tensor in shares or ():
-        tensor.fill_(math.nan)
-    attend(*where, causal, window, out=out, scratch=shares, settings=settings)
-    return out
-
-
 CANVAS = "canvas"  # in the place of a number of splits
-
-
-def small(q, store, splits):
-    """Tiles small enough that every loop of the kernels runs more than once."""
-    shape = (q.shape[0], q.shape[1], store.shape[2], q.shape[2], q.shape[3])
-    if splits == CANVAS:
-        return replace(canvas_settings(*shape), block_m=16, block_n=16, block_k=16, block_d=16, num_warps=4)
-    return replace(attention_settings(*shape), block_m=16, block_n=16, splits=splits)
-
-
-def check(q, store, history, lengths, rows_cap, settings, causal=False, window=None, close=CLOSE, scratch_rows=None):
-    out = launch(q, store, lengths, rows_cap, settings, causal, window, scratch_rows)
-    torch.testing.assert_close(out.double(), reference(q, history, lengths, rows_cap, causal, window), **close)
-
-
 WINDOWS = [(False, None), (True, 16), (True, 5)]
+
+
+class Case:
+    """Random history of every slot, in an arena that is NaN elsewhere, as memory may be where nothing was written."""
+
+    def __init__(self, lengths, rows_cap, rows, heads, kv_heads, dim, dtype=torch.float32, rows_max=None, scale=1.0):
+        batch, total = len(lengths), max(lengths) + rows
+        self.lengths, self.rows_cap, self.shape = lengths, rows_cap, (batch, heads, kv_heads, rows, dim)
+        self.history = gaussian(2, batch, kv_heads, total, dim, dtype=dtype)
+        self.store = poisoned(2, batch, kv_heads, rows_cap + (rows_max or rows), dim, dtype=dtype)
+        for b, length in enumerate(lengths):
+            for p in range(max(0, length - rows_cap), length):
+                self.store[:, b, :, p % rows_cap] = self.history[:, b, :, p]
+            self.store[:, b, :, rows_cap : rows_cap + rows] = self.history[:, b, :, length : length + rows]
+        self.q = gaussian(batch, heads, rows, dim, dtype=dtype, scale=scale / dim**0.5)
+
+    def alone(self, b):
+        """One slot of it."""
+        return self.some(slice(b, b + 1))
+
+    def some(self, slots):
+        """These slots of it."""
+        case = copy.copy(self)
+        case.q, case.store, case.lengths = self.q[slots], self.store[:, slots].contiguous(), self.lengths[slots]
+        case.shape = (len(case.lengths), *self.shape[1:])
+        return case
+
+    def small(self, splits):
+        """Tiles small enough that every loop of the kernels runs more than once."""
+        if splits == CANVAS:
+            return replace(canvas_settings(*self.shape), block_m=16, block_n=16, block_k=16, block_d=16, num_warps=4)
+        return replace(attention_settings(*self.shape), block_m=16, block_n=16, splits=splits)
+
+    def reference(self, causal, window):
+        """fp64, slot by slot, over positions in order."""
+        outs, rows = [], self.q.shape[2]
+        for b, length in enumerate(self.lengths):
+            position = torch.arange(length + rows, device=DEVICE)
+            query = length + torch.arange(rows, device=DEVICE)[:, None]
+            visible = (position >= length - self.rows_cap).expand(rows, -1)
+            if causal:
+                visible = visible & (position <= query)
+                if window is not None:
+                    visible = visible & (query - position < window)
+            k, v = self.history[:, b : b + 1, :, : length + rows].double()
+            outs.append(attention(self.q[b : b + 1].double(), k, v, visible[None, None]))
+        return torch.cat(outs).flatten(0, 1)
+
+    def launch(self, settings, causal=False, window=None, scratch_rows=None):
+        """In one launch or, by settings of canvases, in two. Lanes in slots of `slot_table`, all else full of NaN."""
+        batch, heads, rows, dim = self.q.shape
+        out = poisoned(batch * rows, heads * dim, dtype=self.q.dtype)
+        length = in_slots(torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE))
+        where = (self.q, *map(in_slots, self.store), length, slot_table(batch), self.rows_cap)
+        if isinstance(settings, CanvasSettings):
+            longest = scratch_rows or self.rows_cap
+            scratch = canvas_scratch(batch, heads, rows, longest, settings, DEVICE, self.q.dtype)
+            for tensor in (scratch.weights, scratch.stats):
+                tensor.fill_(math.nan)
+            attend_canvas(*where, out=out, scratch=scratch, settings=settings)
+            return out
+        exact = torch.float32 if self.q.dtype == torch.float32 else torch.float16
+        shares = attention_scratch(batch, heads, rows, dim, settings, DEVICE, exact)
+        for tensor in shares or ():
+            tensor.fill_(math.nan)
+        attend(*where, causal, window, out=out, scratch=shares, settings=settings)
+        return out
+
+    def check(self, settings, causal=False, window=None, close=CLOSE, scratch_rows=None):
+        out = self.launch(settings, causal, window, scratch_rows)
+        torch.testing.assert_close(out.double(), self.reference(causal, window), **close)
 
 
 # Empty, shorter than the ring, exactly full, wrapped once and many times.
@@ -99,9 +99,8 @@ WINDOWS = [(False, None), (True, 16), (True, 5)]
 )
 def test_sliding(lengths, causal, window, splits, rows):
     """A ring of 15 rows, with room for three more in-flight rows than the pass may have."""
-    torch.manual_seed(sum(lengths))
-    case = make_case(lengths, 15, rows, 4, 2, 16, rows_max=20)
-    check(*case, lengths, 15, small(*case[:2], splits), causal, window)
+    case = Case(lengths, 15, rows, 4, 2, 16, rows_max=20)
+    case.check(case.small(splits), causal, window)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +109,17 @@ def test_sliding(lengths, causal, window, splits, rows):
 )
 def test_full(rows, causal, splits):
     """Eight query heads a KV head; output columns made in two halves, of canvases scores too."""
-    torch.manual_seed(rows)
-    case = make_case([0, 29, 64], 64, rows, 8, 1, 32, rows_max=20)
-    check(*case, [0, 29, 64], 64, replace(small(*case[:2], splits), block_d=16), causal)
+    case = Case([0, 29, 64], 64, rows, 8, 1, 32, rows_max=20)
+    case.check(replace(case.small(splits), block_d=16), causal)
 
 
 @pytest.mark.parametrize("splits", [1, CANVAS])
 def test_transposed_queries(splits):
-    torch.manual_seed(4)
-    q, store, _ = make_case([9], 15, 5, 4, 2, 16)
-    view = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not view.is_contiguous()
-    settings = small(q, store, splits)
-    assert torch.equal(launch(view, store, [9], 15, settings), launch(q, store, [9], 15, settings))
+    case = Case([9], 15, 5, 4, 2, 16)
+    expected = case.launch(case.small(splits))
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not case.q.is_contiguous()
+    assert torch.equal(case.launch(case.small(splits)), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 2, CANVAS])
@@ -131,61 +128,66 @@ def test_huge_scores_pick_one_key(splits):
 
     In canvases they stand in another block than the first: blocks whose weights all vanish, sums that start over.
     """
-    torch.manual_seed(5)
-    case = make_case([20], 32, 9, 4, 2, 16, scale=1e4)
-    check(*case, [20], 32, small(*case[:2], splits), close={"rtol": 1e-3, "atol": 1e-3})
+    case = Case([20], 32, 9, 4, 2, 16, scale=1e4)
+    case.check(case.small(splits), close={"rtol": 1e-3, "atol": 1e-3})
 
 
 @pytest.mark.parametrize("splits", [2, CANVAS])
 def test_bf16(splits):
     """P and the output are rounded to BF16: 2^-8 each (the interpreter truncates) of values of order one."""
-    torch.manual_seed(6)
-    case = make_case([20, 3], 15, 9, 4, 2, 16, dtype=torch.bfloat16)
-    check(*case, [20, 3], 15, small(*case[:2], splits), close={"rtol": 2e-2, "atol": 2e-2})
+    case = Case([20, 3], 15, 9, 4, 2, 16, dtype=torch.bfloat16)
+    case.check(case.small(splits), close={"rtol": 2e-2, "atol": 2e-2})
 
 
 def test_a_slot_does_not_depend_on_the_others():
-    torch.manual_seed(7)
-    lengths = [5, 30, 12]
-    q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
-    settings = small(q, store, 2)
-    together = launch(q, store, lengths, 15, settings).view(3, 9, -1)
-    for b, length in enumerate(lengths):
-        one = slice(b, b + 1)
-        alone = launch(q[one], store[:, one].contiguous(), [length], 15, settings)
-        assert torch.equal(together[b], alone)
+    case = Case([5, 30, 12], 15, 9, 4, 2, 16)
+    for b, together in enumerate(case.launch(case.small(2)).view(3, 9, -1)):
+        assert torch.equal(together, case.alone(b).launch(case.small(2)))
 
 
 def test_lanes_take_turns_in_scratch(monkeypatch):
-    torch.manual_seed(7)
-    lengths = [5, 30, 12]
-    q, store, _ = make_case(lengths, 15, 9, 4, 2, 16)
-    settings = small(q, store, CANVAS)
-    together = launch(q, store, lengths, 15, settings)
+    case = Case([5, 30, 12], 15, 9, 4, 2, 16)
+    settings = case.small(CANVAS)
+    together = case.launch(settings)
     for at_once in (1, 2):
         lane_bytes = 4 * 9 * 2 * settings.block_n * 4
         monkeypatch.setattr(attention_canvas, "SCRATCH_BYTES", at_once * lane_bytes)
-        assert canvas_scratch(3, 4, 9, 15, settings, q.device, q.dtype).lanes == at_once
-        assert torch.equal(launch(q, store, lengths, 15, settings), together)
+        assert canvas_scratch(3, 4, 9, 15, settings, DEVICE, case.q.dtype).lanes == at_once
+        assert torch.equal(case.launch(settings), together)
 
 
 def test_scratch_of_a_longer_prefix():
     """The blocks of a lane stand as far apart as the scratch was made for."""
-    torch.manual_seed(8)
-    case = make_case([20, 33], 40, 9, 4, 2, 16)
-    check(*case, [20, 33], 40, small(*case[:2], CANVAS), scratch_rows=100)
+    case = Case([20, 33], 40, 9, 4, 2, 16)
+    case.check(case.small(CANVAS), scratch_rows=100)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 16])
 def test_settings_fill_an_h200_once(batch):
     sliding, full = attention_settings(batch, 16, 8, 256, 256), attention_settings(batch, 16, 2, 256, 512)
-    assert (sliding.block_m, sliding.block_n, sliding.block_d) == (128, 64, 256)
-    assert (full.block_m, full.block_n, full.block_d) == (128, 32, 256)
-    assert [sliding.splits, full.splits] == {1: [4, 2], 2: [2, 1], 4: [1, 1], 16: [1, 1]}[batch]
+    assert (sliding.block_m, sliding.block_d) == {1: (64, 128), 2: (64, 256)}.get(batch, (128, 256))
+    assert (full.block_m, full.block_d) == (64 if batch == 1 else 128, 256)
+    # What a row's sum depends on is the same for every number of lanes.
+    assert [(s.block_n, s.splits) for s in (sliding, full)] == [(64, 1), (32, 1)]
+    assert attention_settings(batch, 16, 2, 1, 512).splits == 8
     sliding, full = canvas_settings(batch, 16, 8, 256, 256), canvas_settings(batch, 16, 2, 256, 512)
     assert (sliding.block_m, sliding.block_d, full.block_d) == (128, 64 if batch == 1 else 128, 128)
     for s in (sliding, full):
         assert 2 * s.value_stages * s.block_n * (s.block_m + s.block_d) <= 232_448
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "dim", "window"), [(8, 256, 1024), (2, 512, None)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_lane_gives_the_same_bits_beside_any_number_of_others(kv_heads, dim, window, causal):
+    lengths = [1500, 0, 700, 1023, 5, 1024, 2000, 31] * 2
+    case = Case(lengths, 1023 if window else 2048, 256, 16, kv_heads, dim, torch.bfloat16)
+    alone = None
+    for lanes in (1, 2, 4, 16):
+        few = case.some(slice(lanes))
+        out = few.launch(attention_settings(*few.shape), causal, window if causal else None)[:256]
+        alone = out if alone is None else alone
+        assert torch.equal(out, alone)
 
 
 @pytest.mark.gpu
@@ -195,13 +197,11 @@ def test_settings_fill_an_h200_once(batch):
 @pytest.mark.parametrize("lengths", [[1024], [0, 1, 700, 1023, 1500]])
 def test_real_shapes(kv_heads, dim, rows, causal, canvas, lengths):
     """BF16 P and output: each rounding is 2^-9 of its value; outputs are averages of many unit normals, below 4."""
-    torch.manual_seed(rows)
     rows_cap, window = (1023, 1024 if causal else None) if dim == 256 else (1536, None)
-    q, store, history = make_case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, rows_max=257)
-    settings = (canvas_settings if canvas else attention_settings)(len(lengths), 16, kv_heads, rows, dim)
-    out = launch(q, store, lengths, rows_cap, settings, causal, window)
-    expected = reference(q, history, lengths, rows_cap, causal, window)
+    case = Case(lengths, rows_cap, rows, 16, kv_heads, dim, torch.bfloat16, rows_max=257)
+    settings = (canvas_settings if canvas else attention_settings)(*case.shape)
+    out, expected = case.launch(settings, causal, window), case.reference(causal, window)
     error = out.double() - expected
     assert error.pow(2).mean().sqrt() < 4e-3 * expected.pow(2).mean().sqrt()
     assert error.abs().max() < 3e-2
-    assert torch.equal(out, launch(q, store, lengths, rows_cap, settings, causal, window))
+    assert torch.equal(out, case.launch(settings, causal, window))

@@ -1,12 +1,10 @@
 """The grouped expert kernels against the reference on dequantised weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from tolerance import relative
+from tolerance import DEVICE, gaussian, relative
 
 from redraft.config import QuantSpec
 from redraft.kernels.experts import expert_buffers, expert_products, expert_rows, prepare_rows, run_experts
@@ -18,18 +16,15 @@ from redraft.network.weights import DenseExperts, PackedExperts, nbytes
 from redraft.quant.rtn import quantize_experts
 from redraft.store.random import PRESETS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CONFIG = replace(
-    PRESETS["26b-a4b"], hidden_size=256, moe_intermediate_size=128, num_experts=8, top_k_experts=2, num_heads=4
-)
+SPEC, REAL = QuantSpec(), PRESETS["26b-a4b"]
+CONFIG = replace(REAL, hidden_size=256, moe_intermediate_size=128, num_experts=8, top_k_experts=2, num_heads=4)
 # Operands, the inner activation and the output are BF16 (relative rounding 2^-9 = 2e-3 each); the sum over K averages
 # the first, so 4e-3 is their root of squares. The interpreter cuts to BF16 instead of rounding: twice that.
 TOLERANCE = 8e-3 if INTERPRET.value else 4e-3
 
 
-def _packed(config, spec, seed=0) -> PackedExperts:
-    torch.manual_seed(seed)
-    e, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+def _packed(spec=SPEC) -> PackedExperts:
+    e, hidden, inner = CONFIG.num_experts, CONFIG.hidden_size, CONFIG.moe_intermediate_size
     gate_up = torch.randn(e, 2 * inner, hidden) / hidden**0.5
     # Off-centre weights give every group another zero point.
     down = (torch.randn(e, hidden, inner) + torch.randn(e, hidden, 1)) / inner**0.5
@@ -57,20 +52,17 @@ def test_warpgroups_exchange_no_more_registers_than_a_block_has(tile):
 @pytest.mark.parametrize(
     ("rows", "kind", "spec"),
     [
-        (1, "spread", QuantSpec()),
-        (17, "spread", QuantSpec()),
+        (1, "spread", SPEC),
+        (17, "spread", SPEC),
         (17, "one takes all", QuantSpec(64, 32)),
-        (70, "one takes all", QuantSpec()),
+        (70, "one takes all", SPEC),
     ],
 )
 def test_packed_rows(rows, kind, spec):
-    packed = _packed(CONFIG, spec)
-    x, index = torch.randn(rows, CONFIG.hidden_size).bfloat16().to(DEVICE), _routing(rows, CONFIG, kind)
+    packed, x, index = _packed(spec), gaussian(rows, CONFIG.hidden_size), _routing(rows, CONFIG, kind)
     weights = torch.rand(rows, CONFIG.top_k_experts).to(DEVICE)
-    expected = run_experts(x.float(), packed, weights, index)
-    got = run_experts(x, repack(packed, CONFIG, spec), weights, index)
-    assert relative(got, expected) < TOLERANCE
-    again = run_experts(x, repack(packed, CONFIG, spec), weights, index)
+    got, again = (run_experts(x, repack(packed, CONFIG, spec), weights, index) for _ in range(2))
+    assert relative(got, run_experts(x.float(), packed, weights, index)) < TOLERANCE
     assert torch.equal(got, again)
 
 
@@ -82,50 +74,49 @@ def _assigned(index, num_experts, tile=TILE_ROWS):
     return slots
 
 
-def _slot_outputs(x, experts, index, config, spec, *, hopper):
+def _slot_outputs(x, experts, index, config, *, hopper):
     """Expert outputs by slot from buffers full of NaN, and the slots."""
     width = config.moe_intermediate_size
-    products = expert_products(x.shape[1], width, spec, x.device) if hopper else None
-    buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, spec, x.device, products)
+    products = expert_products(x.shape[1], width, SPEC, x.device) if hopper else None
+    buffers = expert_buffers(*index.shape, config.num_experts, x.shape[1], width, SPEC, x.device, products)
     slots = _assigned(index, config.num_experts, buffers.tile_rows)
     for tensor in vars(buffers).values():
         if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
             tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))  # 255 is NaN in e4m3
-    sums = x.float().unflatten(1, (-1, spec.group_gate_up)).sum(dim=-1)
+    sums = x.float().unflatten(1, (-1, SPEC.group_gate_up)).sum(dim=-1)
     prepare_rows(x, buffers)
     return expert_rows(x, sums, experts, slots, buffers), slots
+
+
+def _combined(out, slots, weights):
+    """Every row's sum over its experts."""
+    return (out[slots.slot_of.long()].view(*weights.shape, -1) * weights[..., None]).sum(1)
 
 
 @pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_every_slot_is_written_and_nothing_else_is_read(hopper):
     """Poisoned outputs come out finite, and poisoned rows of other tokens reach nobody."""
-    spec, rows = QuantSpec(), 21
-    packed = repack(_packed(CONFIG, spec), CONFIG, spec)
-    x, index = torch.randn(rows, CONFIG.hidden_size).bfloat16().to(DEVICE), _routing(rows, CONFIG, "one takes all")
+    rows, packed = 21, repack(_packed(), CONFIG, SPEC)
+    x, index = gaussian(rows, CONFIG.hidden_size), _routing(rows, CONFIG, "one takes all")
     x[7], x[9, 5] = float("nan"), float("inf")
-    out, slots = _slot_outputs(x, packed, index, CONFIG, spec, hopper=hopper)
+    out, slots = _slot_outputs(x, packed, index, CONFIG, hopper=hopper)
     poisoned = slots.slot_of.view(rows, -1)[[7, 9]].flatten().tolist()
     finite = out.isfinite().all(dim=1)
     assert [i for i in range(out.shape[0]) if not finite[i]] == sorted(poisoned)
 
 
 def test_bf16_experts_behind_the_same_call():
-    torch.manual_seed(1)
-    dense = DenseExperts(torch.randn(8, 256, 256) / 16, torch.randn(8, 256, 128) / 11)
-    dense = DenseExperts(dense.gate_up.bfloat16().to(DEVICE), dense.down.bfloat16().to(DEVICE))
-    x, index = torch.randn(40, 256).bfloat16().to(DEVICE), _routing(40, CONFIG, "spread")
+    dense = DenseExperts(gaussian(8, 256, 256, scale=1 / 16), gaussian(8, 256, 128, scale=1 / 11))
+    x, index, weights = gaussian(40, 256), _routing(40, CONFIG, "spread"), torch.rand(40, 2, device=DEVICE)
     slots = _assigned(index, 8)
-    out = expert_rows(x, x, dense, slots, None)
-    weights = torch.rand(40, 2, device=DEVICE)
-    got = (out[slots.slot_of.long()].view(40, 2, -1) * weights[..., None]).sum(1)
+    got = _combined(expert_rows(x, x, dense, slots, None), slots, weights)
     widened = DenseExperts(dense.gate_up.float(), dense.down.float())
     assert relative(got, run_experts(x.float(), widened, weights, index)) < 4e-3
 
 
 def test_repacking_moves_every_nibble_and_adds_no_byte():
-    spec = QuantSpec()
-    packed = _packed(CONFIG, spec)
-    repacked = repack(packed, CONFIG, spec)
+    packed = _packed()
+    repacked = repack(packed, CONFIG, SPEC)
     assert nbytes(repacked) == nbytes(packed)
     # Expert 2, up row 9 (in the pair block 1, second half), k = 200: block 1, nibble 72 // 32, word 72 % 32 = 8, the
     # first of piece 1, which row 25 of a tile keeps in place 1 ^ (25 // 2) % 4. Tile 0 of 2 has every other block.
@@ -143,27 +134,27 @@ def test_repacking_moves_every_nibble_and_adds_no_byte():
 def test_shapes_the_kernels_do_not_cover():
     assert gemm_tiles(CONFIG, QuantSpec(16, 8)) is None
     assert gemm_tiles(replace(CONFIG, moe_intermediate_size=96), QuantSpec(128, 64)) is None
-    assert gemm_tiles(PRESETS["26b-a4b"], QuantSpec()) is not None
+    assert gemm_tiles(REAL, SPEC) is not None
 
 
 def test_what_keeps_the_hopper_products_away():
     cpu = torch.device("cpu")
-    assert hopper_products(2816, 704, QuantSpec(), cpu) is None
-    assert why_not(2816, 704, QuantSpec(), cpu) == "needs a Hopper GPU (compute capability 9.0)"
+    assert hopper_products(2816, 704, SPEC, cpu) is None
+    assert why_not(2816, 704, SPEC, cpu) == "needs a Hopper GPU (compute capability 9.0)"
 
 
-def _real_layer(seed):
-    config = PRESETS["26b-a4b"]
-    torch.manual_seed(seed)
-    e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    return config, PackedExperts(
-        torch.randint(0, 256, (e, 2 * i, h // 2), dtype=torch.uint8, device=DEVICE),
-        ((0.5 + torch.rand(e, 2 * i, h // 128, device=DEVICE)) / (4.6 * h**0.5)).half(),
-        (7.5 + torch.randn(e, 2 * i, h // 128, device=DEVICE)).half(),
-        torch.randint(0, 256, (e, h, i // 2), dtype=torch.uint8, device=DEVICE),
-        ((0.5 + torch.rand(e, h, i // 64, device=DEVICE)) / (4.6 * i**0.5)).half(),
-        (7.5 + torch.randn(e, h, i // 64, device=DEVICE)).half(),
-    )
+def _real_layer(hopper):
+    """Random packed experts; skips the test when it needs a GPU of another kind."""
+    h, i = REAL.hidden_size, REAL.moe_intermediate_size
+    tensors = []
+    for rows, width, group in ((2 * i, h, SPEC.group_gate_up), (h, i, SPEC.group_down)):
+        shape = (REAL.num_experts, rows, width // group)
+        nibbles = torch.randint(0, 256, (REAL.num_experts, rows, width // 2), dtype=torch.uint8, device=DEVICE)
+        scales = ((0.5 + torch.rand(shape, device=DEVICE)) / (4.6 * width**0.5)).half()
+        tensors += [nibbles, scales, (7.5 + torch.randn(shape, device=DEVICE)).half()]
+    if hopper and hopper_products(h, i, SPEC, tensors[0].device) is None:
+        pytest.skip("no Hopper GPU")
+    return PackedExperts(*tensors)
 
 
 @pytest.mark.gpu
@@ -171,38 +162,38 @@ def _real_layer(seed):
 @pytest.mark.parametrize("kind", ["spread", "one takes all"])
 def test_real_shapes(kind, hopper):
     """Against the fp32 reference by slot, at every number of rows; twice the same bits."""
-    spec = QuantSpec()
-    config, packed = _real_layer(0)
-    if hopper and hopper_products(2816, 704, spec, packed.gu_q.device) is None:
-        pytest.skip("no Hopper GPU")
-    experts = repack(packed, config, spec)
+    packed = _real_layer(hopper)
+    experts = repack(packed, REAL, SPEC)
     for rows in (1, 17, 255, 256, 257, 1024):
-        x, index = torch.randn(rows, 2816, device=DEVICE).bfloat16(), _routing(rows, config, kind)
-        weights = torch.rand(rows, 8, device=DEVICE)
+        x, index, weights = gaussian(rows, 2816), _routing(rows, REAL, kind), torch.rand(rows, 8, device=DEVICE)
         expected = run_experts(x.float(), packed, weights, index)
-        out, slots = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
-        got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
-        assert relative(got, expected) < 4e-3, rows
-        again, _ = _slot_outputs(x, experts, index, config, spec, hopper=hopper)
+        (out, slots), (again, _) = (_slot_outputs(x, experts, index, REAL, hopper=hopper) for _ in range(2))
+        assert relative(_combined(out, slots, weights), expected) < 4e-3, rows
         assert torch.equal(out, again), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [True, False])
+def test_a_row_gives_the_same_bits_beside_any_number_of_others(hopper):
+    """In tiles of 1 to 64 rows, and wherever in its tile it comes to stand."""
+    experts, x = repack(_real_layer(hopper=hopper), REAL, SPEC), gaussian(4096, 2816)
+    index = torch.cat([_routing(2048, REAL, kind) for kind in ("spread", "one takes all")])
+    alone = None
+    for rows in (256, 512, 768, 1024, 2048, 4096):
+        out, slots = _slot_outputs(x[:rows], experts, index[:rows].contiguous(), REAL, hopper=hopper)
+        mine = out[slots.slot_of.long()].view(rows, 8, -1)[:256]
+        alone = mine if alone is None else alone
+        assert torch.equal(mine, alone), rows
 
 
 @pytest.mark.gpu
 def test_hopper_products_keep_sixteen_bit_activations():
     """Values far below their group's largest keep their digits, and no magnitude of the input overflows."""
-    spec = QuantSpec()
-    config, packed = _real_layer(1)
-    if hopper_products(2816, 704, spec, packed.gu_q.device) is None:
-        pytest.skip("no Hopper GPU")
-    rows = 64
-    x = torch.randn(rows, 2816, device=DEVICE)
+    packed, rows = _real_layer(hopper=True), 64
+    x, index, weights = gaussian(rows, 2816), _routing(rows, REAL, "spread"), torch.rand(rows, 8, device=DEVICE)
     x[:, ::128] *= 2.0**10  # one large value a group
-    x, index = x.bfloat16(), _routing(rows, config, "spread")
-    experts, weights = repack(packed, config, spec), torch.rand(rows, 8, device=DEVICE)
-    expected = run_experts(x.float(), packed, weights, index)
+    experts = repack(packed, REAL, SPEC)
     for scale in (1.0, 2.0**-30, 2.0**30):
-        out, slots = _slot_outputs(x * scale, experts, index, config, spec, hopper=True)
-        wanted = expected if scale == 1.0 else run_experts((x * scale).float(), packed, weights, index)
-        got = (out[slots.slot_of.long()].view(rows, 8, -1) * weights[..., None]).sum(1)
+        got = _combined(*_slot_outputs(x * scale, experts, index, REAL, hopper=True), weights)
         assert got.isfinite().all()
-        assert relative(got, wanted) < 4e-3, scale
+        assert relative(got, run_experts((x * scale).float(), packed, weights, index)) < 4e-3, scale

@@ -1,12 +1,11 @@
 """Committing rows of the arena: copies, so equal or wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tolerance import DEVICE, in_slots, slot_table
+from tolerance import DEVICE, gaussian, in_slots, slot_table
 
-from redraft.kernels.kv_write import CommitSettings, advance, commit_rows, commit_rows_reference
+from redraft.kernels.kv_write import advance, commit_rows, commit_rows_reference
+from redraft.kernels.tables import BlockSettings
 
 CASES = [
     (True, 9, 8, [0, 4, 7, 30], [8, 0, 5, 1], 8),
@@ -19,15 +18,12 @@ CASES = [
 
 @pytest.mark.parametrize(("ring", "rows_cap", "room", "lengths", "counts", "dim"), CASES)
 def test_commit_rows(ring, rows_cap, room, lengths, counts, dim):
-    torch.manual_seed(0)
-    shape = (len(lengths) + 1, 2, rows_cap + room, dim)
-    arena = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2)]
+    arena = [gaussian(len(lengths) + 1, 2, rows_cap + room, dim) for _ in range(2)]
     expected = [tensor.clone() for tensor in arena]
     start, count = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (lengths, counts))
     length, slots = in_slots(start), slot_table(len(lengths))
     commit_rows_reference(*expected, length, slots, count, rows_cap, ring=ring)
-    commit_rows(*arena, length, slots, count, rows_cap, ring=ring, settings=CommitSettings(4 * dim))
-    for actual, wanted in zip(arena, expected, strict=True):
-        assert torch.equal(actual, wanted)
+    commit_rows(*arena, length, slots, count, rows_cap, ring=ring, settings=BlockSettings(4 * dim))
+    assert all(torch.equal(actual, wanted) for actual, wanted in zip(arena, expected, strict=True))
     advance(length, slots, count)
     assert torch.equal(length, in_slots(start + count))

@@ -1,7 +1,5 @@
 """When kernels may start before the launch ahead of them is over."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Launch settings per GPU: tables, their checks, and the rule where there is none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,19 +61,16 @@ def test_a_table_replaces_the_fields_it_names(folder: Path) -> None:
         ({"head": {"block": None}}, "head: block is None"),
         ({"head": 3}, "not a table of launch settings"),
         ([], "not a table of launch settings"),
+        (None, r"nvidia-h200\.json: not a table of launch settings .*; delete it"),
     ],
 )
 def test_bad_tables_are_named(folder: Path, settings: object, message: str) -> None:
     write("NVIDIA H200", settings)
+    if settings is None:
+        table_path("NVIDIA H200").write_text('{"settings": {')
     with pytest.raises(RedraftError, match=message) as error:
         settings_for("head", Settings(), H200)
     assert "nvidia-h200.json" in str(error.value) and "tune again" in str(error.value)
-
-
-def test_a_damaged_table_is_named(folder: Path) -> None:
-    table_path("NVIDIA H200").write_text('{"settings": {')
-    with pytest.raises(RedraftError, match=r"nvidia-h200\.json: not a table of launch settings .*; delete it"):
-        settings_for("head", Settings(), H200)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +96,7 @@ def test_a_default_for_this_gpu_is_not_fitted_again(folder: Path) -> None:
 
 
 def test_passes_ask_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {"attention.sliding": {"block_n": 32}, "sampling.statistics": {"num_warps": 4}}
-    write("NVIDIA H200", entries)
+    write("NVIDIA H200", {"attention.sliding": {"block_n": 32}, "sampling.statistics": {"num_warps": 4}})
     for module in (tables, fused):
         monkeypatch.setattr(module, "current_gpu", lambda device=None: H200)
     config, meta = PRESETS["26b-a4b"], torch.device("meta")
@@ -136,8 +130,8 @@ def test_attention_is_planned_for_a_small_gpu(kv_heads: int, dim: int, rows: int
 @pytest.mark.parametrize(("gpu", "fit"), [(H200, True), (SMALL, False)])
 def test_products_beside_the_router_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, fit: bool) -> None:
     monkeypatch.setattr(mlp, "current_gpu", lambda device=None: gpu)
-    monkeypatch.setattr(mlp, "from_hopper_on", lambda device: True)
-    monkeypatch.setattr(mlp, "TensorDescriptor", object())
+    monkeypatch.setattr(launch, "from_hopper_on", lambda device: True)
+    monkeypatch.setattr(launch, "TensorDescriptor", object())
     assert mlp.products_fit(torch.device("cuda")) == fit
 
 

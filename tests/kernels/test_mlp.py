@@ -1,12 +1,10 @@
 """The gated activation's launch against the torch reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, poisoned, relative
+from tolerance import DEVICE, assert_rounded_alike, gaussian, poisoned, relative
 
 from redraft.kernels.launch import INTERPRET
 from redraft.kernels.mlp import PRODUCT, ProductSettings, gated, gated_into, gated_product_into, product_into
@@ -14,16 +12,14 @@ from redraft.kernels.mlp import PRODUCT, ProductSettings, gated, gated_into, gat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "intermediate"),
-    [(1, 16), (17, 48), (3, 2112), pytest.param(257, 2112, marks=pytest.mark.gpu)],
+    ("rows", "intermediate"), [(1, 16), (17, 48), (3, 2112), pytest.param(257, 2112, marks=pytest.mark.gpu)]
 )
 def test_gated_into(rows, intermediate, dtype):
     """Against the same form in fp64, rounded like the reference; the reference's 1 + tanh loses its digits below -3.
 
     There the reference errs by an fp32 step of 1, so by 2^-24 * |gate * up|, gates and ups being below 3 * 6.
     """
-    torch.manual_seed(0)
-    gate_up = (torch.randn(rows, 2 * intermediate, device=DEVICE) * 3).to(dtype)
+    gate_up = gaussian(rows, 2 * intermediate, dtype=dtype, scale=3)
     gate, up = gate_up.chunk(2, dim=-1)
     out = poisoned(rows, intermediate, dtype=dtype)
     gated_into(gate_up, out)
@@ -62,25 +58,20 @@ def test_products(rows, depth, columns, settings):
 
     The interpreter cuts instead of rounding: twice that.
     """
-    torch.manual_seed(0)
-    x = torch.randn(rows, depth, device=DEVICE).bfloat16()
-    weight = (torch.randn(2 * columns, depth, device=DEVICE) / depth**0.5).bfloat16()
+    x, weight = gaussian(rows, depth), gaussian(2 * columns, depth, scale=depth**-0.5)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     tolerance = 2**-8 if INTERPRET.value else 2**-9
-    out = poisoned(rows, columns, dtype=torch.bfloat16)
-    product_into(x, weight[:columns], out, settings)
-    assert relative(out, gate) < tolerance
-    out = poisoned(rows, columns, dtype=torch.bfloat16)
+    plain, out, again = (poisoned(rows, columns, dtype=torch.bfloat16) for _ in range(3))
+    product_into(x, weight[:columns], plain, settings)
+    assert relative(plain, gate) < tolerance
     gated_product_into(x, weight, out, settings)
     assert relative(out, gated(gate, up)) < 2 * tolerance
-    again = poisoned(rows, columns, dtype=torch.bfloat16)
     gated_product_into(x, weight, again, settings)
     assert torch.equal(out, again)
 
 
 def test_a_row_that_is_not_finite_stays_alone():
-    x, weight = torch.randn(40, 32, device=DEVICE).bfloat16(), torch.randn(32, 32, device=DEVICE).bfloat16()
+    x, weight, out = gaussian(40, 32), gaussian(32, 32), poisoned(40, 16, dtype=torch.bfloat16)
     x[7, 3] = float("nan")
-    out = poisoned(40, 16, dtype=torch.bfloat16)
     gated_product_into(x, weight, out, NARROW)
     assert out.isfinite().all(dim=1).logical_not().nonzero().flatten().tolist() == [7]

@@ -1,10 +1,8 @@
 """Norms, rope and the write into the arena, in one launch, against compositions of the torch references."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table
+from tolerance import DEVICE, assert_all_rounded_alike, gaussian, in_slots, poisoned, slot_table
 
 from redraft.config import LayerConfig
 from redraft.kernels.rope import inverse_frequencies, qkv_norm_rope, qkv_norm_rope_reference
@@ -29,13 +27,8 @@ def run(qkv, q_weight, k_weight, inv_freq, length, *, heads, kv_heads, count, ro
 
 
 def inputs(batch, count, heads, kv_heads, dim, *, has_v, dtype):
-    torch.manual_seed(count)
     width = (heads + (2 if has_v else 1) * kv_heads) * dim
-    qkv = (torch.randn(batch * count, width, device=DEVICE) * 4).to(dtype)
-    return qkv, *((torch.randn(dim, device=DEVICE)).to(dtype) for _ in range(2))
-
-
-REAL = {"heads": 16, "dtype": torch.bfloat16}
+    return gaussian(batch * count, width, dtype=dtype, scale=4), *(gaussian(dim, dtype=dtype) for _ in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,8 +55,7 @@ def test_qkv_norm_rope(layer, heads, has_v, lengths, count, dtype):
     actual = run(qkv, *weights, inv_freq, length, **shape, count=count, rows_cap=11, room=count + 2)
     table = slot_table(len(lengths))
     expected = qkv_norm_rope_reference(qkv, *weights, inv_freq, in_slots(length), table, EPS, **shape)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert_rounded_alike(got, wanted)
+    assert_all_rounded_alike(actual, expected)
 
 
 def test_angles_far_out():

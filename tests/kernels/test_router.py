@@ -1,11 +1,9 @@
 """The router's launch: exact on exact inputs, near-optimal on random ones, the same in any batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from tolerance import DEVICE, poisoned
+from tolerance import DEVICE, gaussian, poisoned
 
 from redraft.kernels.router import choose_reference, route_into, router_scratch
 
@@ -36,7 +34,6 @@ SHAPES = [
 @pytest.mark.parametrize(("rows", "hidden", "num_experts", "top_k"), SHAPES)
 def test_exact_logits(rows, hidden, num_experts, top_k):
     """Same experts in the same order, ties to the lower id; weights to a few fp32 steps of exp and division."""
-    torch.manual_seed(rows)
     x, proj = small_integers(rows, hidden), small_integers(num_experts, hidden)
     scale = torch.rand(num_experts, device=DEVICE).bfloat16()
     logits = (x.double() @ proj.double().T).bfloat16()
@@ -49,9 +46,7 @@ def test_exact_logits(rows, hidden, num_experts, top_k):
 @pytest.mark.parametrize(("rows", "hidden", "num_experts", "top_k"), SHAPES)
 def test_random_logits(rows, hidden, num_experts, top_k):
     """A chosen expert's logit is among the largest, up to the BF16 rounding of two logits; weights follow from it."""
-    torch.manual_seed(rows)
-    x = (torch.randn(rows, hidden, device=DEVICE) * hidden**-0.5).bfloat16()
-    proj = torch.randn(num_experts, hidden, device=DEVICE).bfloat16()
+    x, proj = gaussian(rows, hidden, scale=hidden**-0.5), gaussian(num_experts, hidden)
     scale = torch.rand(num_experts, device=DEVICE).bfloat16()
     weights, experts = run(x, proj, scale, top_k)
     exact = x.double() @ proj.double().T
@@ -80,9 +75,8 @@ def test_ties_and_vanished_probabilities():
 
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_and_alone_as_in_a_batch():
-    torch.manual_seed(0)
-    x = (torch.randn(8192, 2816, device=DEVICE) * 2816**-0.5).bfloat16()
-    proj, scale = torch.randn(128, 2816, device=DEVICE).bfloat16(), torch.rand(128, device=DEVICE).bfloat16()
+    x, proj = gaussian(8192, 2816, scale=2816**-0.5), gaussian(128, 2816)
+    scale = torch.rand(128, device=DEVICE).bfloat16()
     first = run(x[:256], proj, scale, 8)
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(run(x[:256], proj, scale, 8), first, strict=True))

@@ -1,38 +1,27 @@
 """Self-conditioning against its torch reference and against model.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from tolerance import DEVICE, assert_rounded_alike, in_slots, poisoned, slot_table, temperature
+from tolerance import DEVICE, assert_rounded_alike, gaussian, in_slots, poisoned, slot_table, temperature
 
 from redraft.config import DecodeSettings
+from redraft.kernels import self_conditioning
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.products import Products
 from redraft.kernels.sampling import probabilities, sample
-from redraft.kernels.self_conditioning import (
-    SelfConditioningBuffers,
-    scatter_signal,
-    scatter_signal_reference,
-    self_condition,
-    self_condition_reference,
-    soft_norm,
-)
+from redraft.kernels.self_conditioning import SelfConditioningBuffers, self_condition, self_condition_reference
 from redraft.kernels.state import SlotState
 from redraft.network.weights import SelfConditioningWeights
 
 EPS = 1e-6
 
 
-def make_weights(hidden, intermediate, dtype=torch.bfloat16):
-    def randn(*shape):
-        return (torch.randn(shape, device=DEVICE) / shape[-1] ** 0.5).to(dtype)
-
-    pre_norm = 1 + randn(hidden)
-    return SelfConditioningWeights(
-        pre_norm, randn(intermediate, hidden), randn(intermediate, hidden), randn(hidden, intermediate)
-    )
+def make_weights(hidden, intermediate):
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    matrices = (gaussian(*shape, scale=shape[-1] ** -0.5) for shape in shapes)
+    return SelfConditioningWeights(1 + gaussian(hidden, scale=hidden**-0.5), *matrices)
 
 
 def sqrt_bf16(hidden):
@@ -48,17 +37,15 @@ def run(probs, embed, weights, done=(0,)):
     gate_up, slots = torch.cat((weights.gate_proj, weights.up_proj)), slot_table(len(done))
     signal = poisoned(rows + rows // len(done), hidden, dtype=embed.dtype)
     done = in_slots(torch.tensor(done, dtype=torch.int32, device=DEVICE))
-    self_condition(probs, embed, weights, gate_up, done, slots, sqrt_bf16(hidden), EPS, buffers, signal)
+    self_condition(probs, embed, weights, gate_up, done, slots, sqrt_bf16(hidden), EPS, buffers, signal, Products(rows))
     return signal.view(-1, rows // slots.shape[0], hidden)
 
 
 @pytest.mark.parametrize("hidden", [96, 128])
 def test_against_reference(hidden):
     """A slot that is done keeps what it has, and so does one without a lane."""
-    torch.manual_seed(hidden)
     count, vocab = 3, 40
-    weights = make_weights(hidden, 64)
-    embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
+    weights, embed = make_weights(hidden, 64), gaussian(vocab, hidden)
     probs = (torch.randn(3 * count, vocab, device=DEVICE) * 3).softmax(-1).bfloat16()
     expected = self_condition_reference(probs, embed, weights, EPS).view(3, count, hidden)
     signal = run(probs, embed, weights, done=(0, 2, 0))
@@ -69,47 +56,39 @@ def test_against_reference(hidden):
 
 @pytest.mark.parametrize("rows", [1, 17])
 def test_soft_norm(rows):
-    torch.manual_seed(rows)
-    soft, weight = torch.randn(2 * rows, 100, device=DEVICE).bfloat16(), torch.randn(100, device=DEVICE).bfloat16()
-    soft[0] = 0.0
-    soft[rows] = math.nan
+    soft, weight = gaussian(2 * rows, 100), gaussian(100)
+    soft[0], soft[rows] = 0.0, math.nan
     scale = sqrt_bf16(100)
     expected = rms_norm(soft * torch.tensor(scale).bfloat16(), weight, EPS)
-    soft_norm(soft, weight, scale, EPS)
+    self_conditioning.soft_norm(soft, weight, scale, EPS)
     assert_rounded_alike(soft, expected)
 
 
 @pytest.mark.parametrize("hidden", [32, 100])
 def test_scatter_signal(hidden):
-    rows = torch.randn(4 * 3, hidden, device=DEVICE).bfloat16()
+    rows, before = gaussian(4 * 3, hidden), gaussian(6 * 3, hidden)
     done = torch.tensor([0, 1, 0, 0, 0, 2], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([4, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    before = torch.randn(6 * 3, hidden, device=DEVICE).bfloat16()
     expected = before.clone().view(6, 3, hidden)
     expected[4], expected[0] = rows[:3], rows[9:]
-    assert torch.equal(scatter_signal_reference(rows, done, slots, before), expected.flatten(0, 1))
-    scatter_signal(rows, done, slots, before)
+    assert torch.equal(self_conditioning.scatter_signal_reference(rows, done, slots, before), expected.flatten(0, 1))
+    self_conditioning.scatter_signal(rows, done, slots, before)
     assert torch.equal(before.view(6, 3, hidden), expected)
 
 
 def test_from_the_logits_of_the_pass_before():
     """sample, probabilities and self_condition together are model.py's softmax of the scaled logits and its MLP."""
-    torch.manual_seed(5)
     count, vocab, hidden = 2, 200, 64
     weights, state, slots = make_weights(hidden, 32), SlotState.allocate(2, DEVICE), slot_table(1)
     state.done[1], state.step[1], state.temperature[1] = 0, 2, temperature(DecodeSettings(), 3)
-    embed = torch.randn(vocab, hidden, device=DEVICE).bfloat16()
-    logits = (torch.randn(count, vocab, device=DEVICE) * 6).bfloat16()
+    embed, logits = gaussian(vocab, hidden), gaussian(count, vocab, scale=6)
     scaled = torch.tanh(logits.float() / 30) * 30 / temperature(DecodeSettings(), 3)
     probs = scaled.softmax(-1, dtype=torch.float32).bfloat16()
     expected = self_condition_reference(probs, embed, weights, EPS)
-    whole = [torch.empty(count, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    entropy, confidence, log_norm = (torch.empty(count, device=DEVICE) for _ in range(3))
-    sample(
-        logits, state, slots, 30.0,
-        draw=whole[0], argmax=whole[1], entropy=entropy, confidence=confidence, log_norm=log_norm,
-    )  # fmt: skip
-    probabilities(logits, log_norm, state, slots, 30.0, out=logits)
+    out = {name: torch.empty(count, dtype=torch.int32, device=DEVICE) for name in ("draw", "argmax")}
+    out |= {name: torch.empty(count, device=DEVICE) for name in ("entropy", "confidence", "log_norm")}
+    sample(logits, state, slots, 30.0, **out)
+    probabilities(logits, out["log_norm"], state, slots, 30.0, out=logits)
     assert_rounded_alike(logits, probs)
     signal = run(logits, embed, weights)[1]
     # A probability next to a rounding boundary may go either way: 2^-8 of it, through three matrix products.
@@ -120,10 +99,8 @@ def test_from_the_logits_of_the_pass_before():
 @pytest.mark.parametrize("rows", [1, 17, 255, 256, 257])
 def test_real_shapes(rows):
     """Relative RMS error against fp64 arithmetic: a handful of BF16 roundings, 2^-9 / sqrt(3) each."""
-    torch.manual_seed(rows)
     vocab, hidden, intermediate = 262_144, 2816, 2112
-    weights = make_weights(hidden, intermediate)
-    embed = (torch.randn(vocab, hidden, device=DEVICE) * 0.03).bfloat16()
+    weights, embed = make_weights(hidden, intermediate), gaussian(vocab, hidden, scale=0.03)
     probs = (torch.randn(rows, vocab, device=DEVICE) * 4).softmax(-1).bfloat16()
     signal = run(probs, embed, weights)[1]
     soft = torch.cat([probs.double() @ part.double() for part in embed.split(704, dim=1)], dim=1)

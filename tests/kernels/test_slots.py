@@ -1,7 +1,5 @@
 """Slots and tiles against a stable sort: every entry is an integer, so they are equal or wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,11 +14,9 @@ def check(experts: torch.Tensor, num_experts: int, tile_rows: int) -> None:
     rows, top_k = experts.shape
     experts = experts.to(DEVICE, torch.int32)
     actual = empty_slots(rows, top_k, num_experts, tile_rows, DEVICE)
-    for tensor in vars(actual).values():
-        tensor.fill_(-99)
     scratch = counts_scratch(rows, top_k, num_experts, DEVICE)
-    if scratch is not None:
-        scratch.fill_(-99)
+    for tensor in (*vars(actual).values(), *([] if scratch is None else [scratch])):
+        tensor.fill_(-99)
     assign_slots(experts, num_experts, tile_rows, **vars(actual), counts=scratch)
     expected = assign_slots_reference(experts, num_experts, tile_rows)
     for name, tensor in vars(actual).items():
@@ -46,7 +42,6 @@ def test_slots_by_hand():
 @pytest.mark.parametrize("tile_rows", [1, 16])
 @pytest.mark.parametrize(("rows", "top_k", "num_experts"), [(1, 2, 8), (17, 3, 5), (255, 2, 6)])
 def test_one_launch(rows, top_k, num_experts, tile_rows):
-    torch.manual_seed(rows)
     assert counts_scratch(rows, top_k, num_experts, DEVICE) is None
     check(routing(rows, top_k, num_experts), num_experts, tile_rows)
 
@@ -56,7 +51,6 @@ def test_several_blocks(rows, monkeypatch):
     """Small blocks, so that few rows need many; past MAX_BLOCKS they grow."""
     monkeypatch.setattr(slots, "MIN_BLOCK", 128)
     monkeypatch.setattr(slots, "MAX_BLOCKS", 6)
-    torch.manual_seed(rows)
     assert counts_scratch(rows, 2, 6, DEVICE) is not None
     check(routing(rows, 2, 6), 6, 16)
 
@@ -72,7 +66,6 @@ def test_one_expert_takes_everything(rows, monkeypatch):
 @pytest.mark.parametrize("tile_rows", [16, 32, 128])
 @pytest.mark.gpu
 def test_real_shapes(rows, tile_rows):
-    torch.manual_seed(rows)
     check(routing(rows, 8, 128), 128, tile_rows)
     skewed = routing(rows, 8, 128)
     skewed[:, 0] = 7  # more rows than any other, and tiles far past one block of the list
@@ -88,8 +81,7 @@ def test_max_tiles_is_enough_and_reached(data):
     def tiles(counts: list[int]) -> int:
         return sum(-(-count // tile_rows) for count in counts)
 
-    left = rows * top_k
-    counts = []
+    left, counts = rows * top_k, []
     for _ in range(num_experts - 1):
         counts.append(data.draw(st.integers(0, left)))
         left -= counts[-1]

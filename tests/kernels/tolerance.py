@@ -1,6 +1,6 @@
-"""How close two ways of computing the same thing must be."""
+"""Inputs on the device, and how close two ways of computing the same thing must be."""
 
-from __future__ import annotations
+from collections.abc import Iterable
 
 import torch
 
@@ -28,9 +28,18 @@ def assert_rounded_alike(actual: torch.Tensor, expected: torch.Tensor, share: fl
     torch.testing.assert_close(actual.float(), expected.float(), rtol=2**-6, atol=step, equal_nan=True)
 
 
+def assert_all_rounded_alike(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_rounded_alike(got, wanted)
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over that of `expected`."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:

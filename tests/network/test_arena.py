@@ -1,7 +1,5 @@
 """The KV arena: what stays, what slides out, and how large it is."""
 
-from __future__ import annotations
-
 import torch
 
 from redraft.config import ModelConfig
@@ -19,8 +17,7 @@ def test_full_layer_keeps_every_row():
     cache = LayerCache((1, 1, 9, 1), None, torch.float32, CPU)
     cache.extend(*_rows(range(4)))
     keys, values = cache.extend(*_rows(range(4, 9)))
-    assert keys.flatten().tolist() == list(range(9))
-    assert values.flatten().tolist() == [-i for i in range(9)]
+    assert keys.flatten().tolist() == list(range(9)) and values.flatten().tolist() == [-i for i in range(9)]
     assert cache.prefix()[0].shape[2] == 9
 
 

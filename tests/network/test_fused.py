@@ -1,8 +1,6 @@
 """The fused passes against the reference network on the same weights."""
 
-from __future__ import annotations
-
-from dataclasses import fields, replace
+import copy
 
 import pytest
 import torch
@@ -10,8 +8,9 @@ import torch
 from redraft.network.arena import KVArena, SlotArena
 from redraft.network.fused import Buffers, FusedModel
 from redraft.network.model import Model
-from redraft.network.weights import DenseExperts, LayerWeights, PackedExperts, SelfConditioningWeights, Weights
+from redraft.network.weights import Weights, iter_tensors
 from redraft.quant.load import load_checkpoint
+from redraft.store.random import PRESETS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 61)  # inside the window of 48, and past it
@@ -20,15 +19,11 @@ PIECE = 40
 
 def _widened(weights: Weights) -> Weights:
     """A copy whose plain tensors are fp32, for the reference."""
-
-    def wide(node):
-        if isinstance(node, torch.Tensor):
-            return node.float() if node.dtype == torch.bfloat16 else node.clone()
-        if isinstance(node, PackedExperts | DenseExperts | LayerWeights | SelfConditioningWeights | Weights):
-            return replace(node, **{f.name: wide(getattr(node, f.name)) for f in fields(node)})
-        return [wide(item) for item in node] if isinstance(node, list) else node
-
-    return wide(weights)
+    wide = copy.deepcopy(weights)
+    for _, tensor in iter_tensors(wide):
+        if tensor.dtype == torch.bfloat16:
+            tensor.data = tensor.float()
+    return wide
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -46,19 +41,35 @@ def networks(request):
     return reference, FusedModel(checkpoint.config, checkpoint.weights, checkpoint.spec)
 
 
-def _fill(model: FusedModel, arena: SlotArena, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Encode each prompt into its slot, piece by piece; returns the normed hidden states of every prompt."""
-    hidden = []
+def _whole(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, PRESETS["tiny"].vocab_size, shape, device=DEVICE)
+
+
+def _filled(model: FusedModel, prompts: list[torch.Tensor], slots: int) -> tuple[SlotArena, list[torch.Tensor]]:
+    """An arena with each prompt encoded into its slot, piece by piece; and every prompt's normed hidden states."""
+    arena, hidden = SlotArena.allocate(model.config, slots, 80, PIECE, torch.bfloat16, DEVICE), []
     for index, prompt in enumerate(prompts):
-        slot, parts = torch.tensor([index], dtype=torch.int32, device=DEVICE), []
+        parts = []
         for piece in prompt.split(PIECE):
             b = Buffers(model, 1, len(piece))
             model.embed(piece, b)
-            model.run_layers(b, arena, slot, causal=True)
-            model.commit(arena, slot, torch.tensor([len(piece)], dtype=torch.int32, device=DEVICE))
+            model.run_layers(b, arena, _whole(index), causal=True)
+            model.commit(arena, _whole(index), _whole(len(piece)))
             parts.append(b.next_in.clone())
         hidden.append(torch.cat(parts))
-    return hidden
+    return arena, hidden
+
+
+def _denoised(model: FusedModel, arena: SlotArena, canvases: torch.Tensor, *slots: int) -> torch.Tensor:
+    """Normed hidden states [lanes, C, H] of a first pass over the canvases of these slots."""
+    b = Buffers(model, len(slots), model.config.canvas_length)
+    model.embed(canvases.flatten(), b, _whole(*slots))
+    model.run_layers(b, arena, _whole(*slots), causal=False)
+    return b.next_in.view(len(slots), model.config.canvas_length, -1)
 
 
 def test_passes_match_the_reference(networks):
@@ -66,20 +77,13 @@ def test_passes_match_the_reference(networks):
     reference, fused = networks
     config = reference.config
     torch.manual_seed(0)
-    prompts = [torch.randint(0, config.vocab_size, (n,), device=DEVICE) for n in LENGTHS]
-    canvases = torch.randint(0, config.vocab_size, (2, config.canvas_length), device=DEVICE)
-    arena = SlotArena.allocate(config, 3, 80, PIECE, torch.bfloat16, DEVICE)
-    hidden = _fill(fused, arena, [*prompts, canvases[0]])
+    prompts, canvases = [_tokens(n) for n in LENGTHS], _tokens(2, config.canvas_length)
+    arena, hidden = _filled(fused, [*prompts, canvases[0]], slots=3)
     assert arena.length.tolist() == [*LENGTHS, config.canvas_length]
-    slots = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)  # not in order, and without the last
-    b = Buffers(fused, 2, config.canvas_length)
-    fused.embed(canvases.flatten(), b, slots)
-    fused.run_layers(b, arena, slots, causal=False)
-    got = b.next_in.view(2, config.canvas_length, -1).flip(0)
+    got = _denoised(fused, arena, canvases, 1, 0).flip(0)  # slots not in order, and without the last
     for i, prompt in enumerate(prompts):
         alone = KVArena(config, 1, 80, torch.float32, DEVICE)
-        expected = reference.encode(prompt[None], alone)
-        assert _relative(hidden[i], expected[0]) < 2e-2
+        assert _relative(hidden[i], reference.encode(prompt[None], alone)[0]) < 2e-2
         logits = reference.denoise(canvases[i : i + 1], alone)[0]
         assert _relative(reference.head(got[i].float()), logits) < 2e-2
 
@@ -89,38 +93,28 @@ def test_a_commit_lets_the_next_canvas_see_the_last(networks):
     reference, fused = networks
     config, length = reference.config, reference.config.canvas_length
     torch.manual_seed(1)
-    prompt = torch.randint(0, config.vocab_size, (LENGTHS[1],), device=DEVICE)
-    first, second = torch.randint(0, config.vocab_size, (2, 1, length), device=DEVICE)
-    arena = SlotArena.allocate(config, 1, 80, PIECE, torch.bfloat16, DEVICE)
-    _fill(fused, arena, [torch.cat((prompt, first[0]))])
-    b, slot = Buffers(fused, 1, length), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    fused.embed(second[0], b, slot)
-    fused.run_layers(b, arena, slot, causal=False)
+    prompt, (first, second) = _tokens(LENGTHS[1]), _tokens(2, 1, length)
+    arena, _ = _filled(fused, [torch.cat((prompt, first[0]))], slots=1)
+    got = _denoised(fused, arena, second, 0)
     alone = KVArena(config, 1, 80, torch.float32, DEVICE)
     reference.encode(prompt[None], alone)
     before = reference.denoise(second, alone)
     reference.encode(first, alone)
     expected = reference.denoise(second, alone)
     assert _relative(before, expected) > 0.1, "the first canvas matters"
-    assert _relative(reference.head(b.next_in.float())[None], expected) < 2e-2
+    assert _relative(reference.head(got.float()), expected) < 2e-2
 
 
 @pytest.mark.gpu
 def test_slots_do_not_see_each_other(networks):
     """A slot's rows are the same to the bit whatever stands in the other slots."""
     _, fused = networks
-    config = fused.config
     torch.manual_seed(2)
-    prompts = [torch.randint(0, config.vocab_size, (n,), device=DEVICE) for n in (12, 12, 33)]
-    canvas = torch.randint(0, config.vocab_size, (config.canvas_length,), device=DEVICE)
+    first, *others = (_tokens(n) for n in (12, 12, 33))
+    canvas = _tokens(fused.config.canvas_length)
     outputs = []
-    for other in (prompts[1], prompts[2]):
-        arena = SlotArena.allocate(config, 2, 80, PIECE, torch.bfloat16, DEVICE)
-        _fill(fused, arena, [prompts[0], other])
-        b = Buffers(fused, 2, config.canvas_length)
-        slots = torch.arange(2, dtype=torch.int32, device=DEVICE)
-        fused.embed(torch.cat((canvas, canvas)), b, slots)
-        fused.run_layers(b, arena, slots, causal=False)
-        outputs.append(b.next_in.view(2, config.canvas_length, -1).clone())
+    for other in others:
+        arena, _ = _filled(fused, [first, other], slots=2)
+        outputs.append(_denoised(fused, arena, torch.cat((canvas, canvas)), 0, 1))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert not torch.equal(outputs[0][1], outputs[1][1])

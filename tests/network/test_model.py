@@ -1,7 +1,5 @@
 """Each pass against transformers' module, and the packed network against its own dequantised weights."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -26,41 +24,31 @@ def model(tiny_dir) -> Model:
 
 
 def _arena(model: Model, padding: list[int]) -> KVArena:
-    return KVArena(
-        model.config, len(padding), PROMPT + 2 * CANVAS, torch.float32, torch.device("cpu"), torch.tensor(padding)
-    )
+    capacity = PROMPT + 2 * CANVAS
+    return KVArena(model.config, len(padding), capacity, torch.float32, torch.device("cpu"), torch.tensor(padding))
 
 
 class _Reference:
     """transformers' encoder and decoder on one growing cache, with left padding."""
 
     def __init__(self, hf, padding: list[int]):
-        self.hf = hf
+        self.hf, self.padding = hf, padding
         self.cache = DynamicCache(config=hf.config.get_text_config(decoder=True))
         self.mask = torch.ones(len(padding), 0, dtype=torch.bool)
-        self.padding = padding
         # The keyword was renamed from past_key_values to cache.
         self.key = "cache" if "cache" in inspect.signature(hf.model.decoder.forward).parameters else "past_key_values"
 
     @torch.no_grad()
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         start = self.mask.shape[1]
-        grown = torch.ones(len(self.padding), tokens.shape[1], dtype=torch.bool)
-        self.mask = torch.cat((self.mask, grown), dim=1)
+        self.mask = torch.nn.functional.pad(self.mask, (0, tokens.shape[1]), value=True)
         for row, count in enumerate(self.padding):
             self.mask[row, :count] = False
-        positions = torch.arange(start, self.mask.shape[1])[None]
+        shared = {"position_ids": torch.arange(start, self.mask.shape[1])[None], self.key: self.cache}
         masks = self.hf.model.encoder.create_masks_for_generate(
-            config=self.hf.config,
-            inputs_embeds=torch.empty(*tokens.shape, 0),
-            attention_mask=self.mask,
-            position_ids=positions,
-            **{self.key: self.cache},
+            config=self.hf.config, inputs_embeds=torch.empty(*tokens.shape, 0), attention_mask=self.mask, **shared
         )
-        out = self.hf.model.encoder(
-            input_ids=tokens, attention_mask=masks, position_ids=positions, **{self.key: self.cache}
-        )
-        return out.last_hidden_state
+        return self.hf.model.encoder(input_ids=tokens, attention_mask=masks, **shared).last_hidden_state
 
     @torch.no_grad()
     def denoise(self, canvas: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
@@ -126,5 +114,4 @@ def test_packed_network_equals_transformers_with_dequantised_weights(tiny_dir):
     arena, reference = _arena(model, [0]), _Reference(hf, [0])
     tokens, canvas = torch.randint(3, VOCAB, (1, PROMPT)), torch.randint(0, VOCAB, (1, CANVAS))
     torch.testing.assert_close(model.encode(tokens, arena), reference.encode(tokens), rtol=0, atol=1e-3)
-    got, expected = model.denoise(canvas, arena), reference.denoise(canvas, None)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(model.denoise(canvas, arena), reference.denoise(canvas, None), rtol=0, atol=1e-3)

@@ -1,7 +1,5 @@
 """The same torch seed gives the same tokens as transformers' generate (tier bitexact, fp32, CPU)."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -27,12 +25,10 @@ def random_case(index: int) -> Case:
     batch = (1, 3)[index % 2]
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(batch)]
     settings = {
-        "entropy_bound": rng.choice((*BOUNDS, 5.0, 20.0)),
-        "max_denoising_steps": STEPS[index % 4],
-        "stability_threshold": STABILITY[index // 4 % 4],
-        "confidence_threshold": CONFIDENCE[index // 2 % 3],
+        "entropy_bound": rng.choice((*BOUNDS, 5.0, 20.0)), "max_denoising_steps": STEPS[index % 4],
+        "stability_threshold": STABILITY[index // 4 % 4], "confidence_threshold": CONFIDENCE[index // 2 % 3],
         "max_new_tokens": CANVAS * (1, 2, 3, 4)[index // 3 % 4],
-    }
+    }  # fmt: skip
     # One end token in 96 rarely shows up, eight of them early, and an id outside the vocabulary never does.
     eos = {0: [1], 1: rng.sample(range(VOCAB), 8), 2: [VOCAB + 4]}[index % 3]
     return Case(prompts, index, settings, eos)
@@ -67,9 +63,8 @@ def test_a_generation_config_without_an_end_token_never_ends_early(engine, tiny_
     assert engine.settings.eos_token_ids == ()
     for seed in range(3):
         torch.manual_seed(seed)
-        expected = tiny_hf.generate(
-            input_ids=torch.tensor([[5, 9, 40]]), pad_token_id=0, max_new_tokens=6 * CANVAS, **PUBLISHED
-        )
-        result = engine.generate([5, 9, 40], seed=seed, max_new_tokens=6 * CANVAS, max_denoising_steps=8)
+        prompt, count = torch.tensor([[5, 9, 40]]), 6 * CANVAS
+        expected = tiny_hf.generate(input_ids=prompt, pad_token_id=0, max_new_tokens=count, **PUBLISHED)
+        result = engine.generate([5, 9, 40], seed=seed, max_new_tokens=count, max_denoising_steps=8)
         assert result.token_ids == expected.sequences[0, 3:].tolist()
-        assert (len(result.token_ids), result.finish_reason) == (6 * CANVAS, "length")
+        assert (len(result.token_ids), result.finish_reason) == (count, "length")

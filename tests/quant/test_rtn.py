@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from redraft.config import QuantSpec
 from redraft.errors import CheckpointError, UsageError
 from redraft.kernels.packing import dequantize, unpack_nibbles
-from redraft.quant.report import tensor_error
+from redraft.quant.report import TensorError, tensor_error
 from redraft.quant.rtn import quantize_experts, quantize_rows
 
 # Half a step, plus what rounding z to fp16 may move the grid: its spacing at 8..16 is 2^-7, so half of that.
@@ -20,33 +20,47 @@ def restore(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tenso
     return dequantize(packed, scale, zero), scale.float().repeat_interleave(group, -1)
 
 
-def test_a_group_by_hand():
-    weight = torch.tensor([[-3.0, 12.0, 0.0, 0.4, 0.6, 11.6, 5.0, -2.9]])
-    packed, scale, zero = quantize_rows(weight, 8)
-    assert scale.tolist() == [[1.0]] and zero.tolist() == [[3.0]]
-    assert unpack_nibbles(packed).tolist() == [[0, 15, 3, 3, 4, 15, 8, 0]]
-    assert dequantize(packed, scale, zero).tolist() == [[-3.0, 12.0, 0.0, 0.0, 1.0, 12.0, 5.0, -3.0]]
+def error_of(weight: torch.Tensor, group: int) -> TensorError:
+    return tensor_error("w", weight, *quantize_rows(weight, group))
 
 
-def test_the_zero_point_is_real_valued():
-    packed, scale, zero = quantize_rows(torch.tensor([[-1.25, 13.75]]), 2)
-    assert scale.item() == 1.0 and zero.item() == 1.25
-    assert dequantize(packed, scale, zero).tolist() == [[-1.25, 13.75]]
+TINY = 2.0**-24  # the smallest fp16
+ABOVE = 1093 / 2**14  # the fp16 above 1/15; with the unrounded scale 0.5 * 15 = 7.5 would be a tie
+GROUPS_BY_HAND = {  # weight, group, scale, zero, q, restored
+    "a group": (
+        [[-3.0, 12.0, 0.0, 0.4, 0.6, 11.6, 5.0, -2.9]], 8, [[1.0]], [[3.0]], [[0, 15, 3, 3, 4, 15, 8, 0]],
+        [[-3.0, 12.0, 0.0, 0.0, 1.0, 12.0, 5.0, -3.0]],
+    ),
+    "the zero point is real-valued": ([[-1.25, 13.75]], 2, [[1.0]], [[1.25]], [[0, 15]], [[-1.25, 13.75]]),
+    "groups do not see each other": (
+        [[-3.0, 12.0, -300.0, 1200.0], [0.0, 15.0, 0.0, -15.0]], 2, [[1.0, 100.0], [1.0, 1.0]],
+        [[3.0, 3.0], [0.0, 15.0]], [[0, 15, 0, 15], [0, 15, 15, 0]],
+        [[-3.0, 12.0, -300.0, 1200.0], [0.0, 15.0, 0.0, -15.0]],
+    ),
+    "q is computed from the stored scale": (
+        [[0.0, 1.0, 0.5, 0.5]], 4, [[ABOVE]], [[0.0]], [[0, 15, 7, 7]], [[0.0, 15 * ABOVE, 7 * ABOVE, 7 * ABOVE]],
+    ),
+    "all zero, exact with a usable scale": (
+        [[0.0] * 8] * 2, 4, [[TINY] * 2] * 2, [[0.0] * 2] * 2, [[0] * 8] * 2, [[0.0] * 8] * 2,
+    ),
+    "a range below fp16 is covered by the smallest scale": (
+        [[0.0, 14 * TINY, 3 * TINY, TINY / 4]], 4, [[TINY]], [[0.0]], [[0, 14, 3, 0]],
+        [[0.0, 14 * TINY, 3 * TINY, 0.0]],
+    ),
+    # A scale of 1.4 fp16 subnormal steps: rounded to one step it would cut a third of the range off.
+    "a subnormal scale is rounded up": (
+        [[0.0, 15 * 1.4 * TINY]], 2, [[2 * TINY]], [[0.0]], [[0, 10]], [[0.0, 20 * TINY]],
+    ),
+    "the largest weights that fit": ([[0.0, 15 * 65504.0]], 2, [[65504.0]], [[0.0]], [[0, 15]], [[0.0, 15 * 65504.0]]),
+}  # fmt: skip
 
 
-def test_groups_do_not_see_each_other():
-    weight = torch.tensor([[-3.0, 12.0, -300.0, 1200.0], [0.0, 15.0, 0.0, -15.0]])
-    _, scale, zero = quantize_rows(weight, 2)
-    assert scale.tolist() == [[1.0, 100.0], [1.0, 1.0]]
-    assert zero.tolist() == [[3.0, 3.0], [0.0, 15.0]]
-
-
-def test_q_is_computed_from_the_stored_scale():
-    # 1/15 is not an fp16 number: with the unrounded scale 0.5 * 15 = 7.5 is a tie, with the stored one it is below.
-    packed, scale, _ = quantize_rows(torch.tensor([[0.0, 1.0, 0.5, 0.5]]), 4)
-    stored = scale.float().item()
-    assert stored > 1 / 15
-    assert unpack_nibbles(packed).tolist() == [[0, 15, round(0.5 / stored), round(0.5 / stored)]]
+@pytest.mark.parametrize("case", GROUPS_BY_HAND.values(), ids=GROUPS_BY_HAND)
+def test_groups_by_hand(case):
+    weight, group, *expected = case
+    packed, scale, zero = quantize_rows(torch.tensor(weight), group)
+    found = scale, zero, unpack_nibbles(packed), dequantize(packed, scale, zero)
+    assert [tensor.tolist() for tensor in found] == expected
 
 
 @pytest.mark.parametrize("value", [3.0, -3.0, 1e-3, -1e-3, 6.1e-5, 1e-7, -2e-8])
@@ -57,41 +71,10 @@ def test_one_sided_and_constant_groups_are_covered(value: float):
     assert abs(value) / 15 <= scale.max() <= abs(value) / 15 * (1 + 2**-10) + 2.0**-24  # at most one fp16 step above
 
 
-def test_all_zero_group_is_exact_and_has_a_usable_scale():
-    packed, scale, zero = quantize_rows(torch.zeros(2, 8), 4)
-    assert (scale > 0).all() and zero.abs().max() == 0 and packed.max() == 0
-    assert dequantize(packed, scale, zero).abs().max() == 0
+NUMBERS = st.floats(-400_000, 400_000, width=32, allow_subnormal=True) | st.floats(-1, 1, width=32) | st.just(0.0)
 
 
-def test_range_below_fp16_is_covered_by_the_smallest_scale():
-    weight = torch.tensor([[0.0, 2.0**-24 * 14, 2.0**-24 * 3, 2.0**-26]])
-    got, scale = restore(weight, 4)
-    assert scale.unique().tolist() == [2.0**-24]
-    assert torch.equal(got, torch.tensor([[0.0, 2.0**-24 * 14, 2.0**-24 * 3, 0.0]]))
-
-
-def test_subnormal_scale_is_rounded_up_not_off():
-    # A range of 15 * 1.4 * 2^-24 wants a scale of 1.4 fp16 subnormal steps: one step would cut a third of it off.
-    weight = torch.tensor([[0.0, 15 * 1.4 * 2.0**-24]])
-    got, scale = restore(weight, 2)
-    assert scale.unique().tolist() == [2.0**-23]
-    assert (got - weight).abs().max() <= 2.0**-24
-
-
-def test_largest_weights_that_fit():
-    weight = torch.tensor([[0.0, 15 * 65504.0]])
-    got, scale = restore(weight, 2)
-    assert scale.unique().tolist() == [65504.0] and torch.equal(got, weight)
-
-
-@given(
-    st.lists(
-        st.floats(-400_000, 400_000, width=32, allow_subnormal=True) | st.floats(-1, 1, width=32) | st.just(0.0),
-        min_size=8,
-        max_size=8,
-    ),
-    st.sampled_from([1.0, 1e-3, 1e-7]),
-)
+@given(st.lists(NUMBERS, min_size=8, max_size=8), st.sampled_from([1.0, 1e-3, 1e-7]))
 @settings(max_examples=300, deadline=None)
 def test_no_weight_moves_more_than_half_a_step(values: list[float], factor: float):
     weight = torch.tensor([values]) * factor
@@ -116,23 +99,15 @@ def test_signal_to_noise_of_the_published_groups():
     # = 19.8 dB; the spread of ranges adds 0.2.
     weight = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(1))
     for group, expected in ((128, 20.02), (64, 20.95)):
-        packed, scale, zero = quantize_rows(weight, group)
-        error = tensor_error("w", weight, packed, scale, zero)
+        error = error_of(weight, group)
         assert error.sqnr_db == pytest.approx(expected, abs=0.1)
         assert error.relative_error == pytest.approx(10 ** (-error.sqnr_db / 20), rel=1e-6)
 
 
-def test_exact_tensor_has_no_finite_sqnr():
-    weight = torch.zeros(2, 4, 4)
-    packed, scale, zero = quantize_rows(weight, 4)
-    error = tensor_error("w", weight, packed, scale, zero)
-    assert error.sqnr_db is None and error.relative_error == 0.0
-
-
-def test_error_by_hand():
-    weight = torch.tensor([[[0.0, 15.0, 3.25, 4.0]], [[0.0, 15.0, 0.0, 0.0]]])
-    packed, scale, zero = quantize_rows(weight, 4)
-    error = tensor_error("w", weight, packed, scale, zero)
+def test_errors_by_hand():
+    exact = error_of(torch.zeros(2, 4, 4), 4)
+    assert exact.sqnr_db is None and exact.relative_error == 0.0
+    error = error_of(torch.tensor([[[0.0, 15.0, 3.25, 4.0]], [[0.0, 15.0, 0.0, 0.0]]]), 4)
     signal = 225 + 3.25**2 + 16 + 225
     assert error.relative_error == pytest.approx((0.25**2 / signal) ** 0.5)
 
@@ -165,10 +140,8 @@ def test_experts_have_the_published_layout_and_match_row_by_row():
     assert packed.gu_s.shape == packed.gu_z.shape == (3, 8, 2) and packed.gu_s.dtype == torch.float16
     assert packed.dn_q.shape == (3, 16, 2) and packed.dn_s.shape == packed.dn_z.shape == (3, 16, 2)
     for e in range(3):
-        q, s, z = quantize_rows(gate_up[e], 8)
-        assert torch.equal(packed.gu_q[e], q) and torch.equal(packed.gu_s[e], s) and torch.equal(packed.gu_z[e], z)
-        q, s, z = quantize_rows(down[e], 2)
-        assert torch.equal(packed.dn_q[e], q) and torch.equal(packed.dn_s[e], s) and torch.equal(packed.dn_z[e], z)
+        expected = (*quantize_rows(gate_up[e], 8), *quantize_rows(down[e], 2))
+        assert all(torch.equal(tensor[e], rows) for tensor, rows in zip(vars(packed).values(), expected, strict=True))
 
 
 def test_a_writer_with_clamped_integer_zero_points_reads_back():

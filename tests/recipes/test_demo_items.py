@@ -1,7 +1,5 @@
 """The generators of the demo tasks and the tokenizer: disjoint sides, determinism, the items that ship."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -15,19 +13,22 @@ from recipes.demo.tasks import FACT_FAMILIES, TASKS, Item, is_heldout
 from recipes.demo.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, build, encode_prompt
 from redraft.evaluate.demo import FILE
 
-NAMES = tuple(TASKS)
 ROOT = Path(__file__).parents[2]
 
 
-def training_items(name: str, count: int, seed: int = 3) -> list[Item]:
-    rng = random.Random(seed)
+def training_items(name: str, count: int) -> list[Item]:
+    rng = random.Random(3)
     return [TASKS[name].train_item(rng) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_heldout_parameters_never_occur_in_training(name: str) -> None:
-    heldout = {item.params for item in TASKS[name].heldout_items(500)}
-    training = {item.params for item in training_items(name, 1500)}
+@pytest.mark.parametrize("name", TASKS)
+def test_heldout_items_depend_on_the_seed_alone_and_never_occur_in_training(name: str) -> None:
+    first = TASKS[name].heldout_items(500)
+    assert first == TASKS[name].heldout_items(500)
+    assert len({item.prompt for item in first}) == 500
+    assert first[:20] == TASKS[name].heldout_items(20)
+    assert first != TASKS[name].heldout_items(500, seed=1)
+    heldout, training = ({item.params for item in items} for items in (first, training_items(name, 1500)))
     assert not heldout & training
     assert all(is_heldout(name, p) for p in heldout)
     assert not any(is_heldout(name, p) for p in training)
@@ -39,19 +40,9 @@ def test_every_fact_is_seen_in_training() -> None:
     assert 40 <= len(seen) <= 60
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_items_depend_on_the_seed_alone(name: str) -> None:
-    first, again = TASKS[name].heldout_items(500), TASKS[name].heldout_items(500)
-    assert first == again
-    assert len({item.prompt for item in first}) == 500
-    assert first[:20] == TASKS[name].heldout_items(20)
-    assert first != TASKS[name].heldout_items(500, seed=1)
-
-
 def test_items_are_the_same_in_another_process() -> None:
     code = "from recipes.demo.tasks import TASKS; print([t.heldout_items(2) for t in TASKS.values()])"
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
     assert out.strip() == repr([t.heldout_items(2) for t in TASKS.values()])
 
 
@@ -79,12 +70,8 @@ def test_tokenizer_round_trips_and_bounds() -> None:
 
 def test_chat_template_has_gemma_turns() -> None:
     tokenizer = build(items_per_task=50)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": " Bye "},
-    ]
+    turns = (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", " Bye "))
+    messages = [{"role": role, "content": content} for role, content in turns]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n"

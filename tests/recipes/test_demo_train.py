@@ -1,7 +1,5 @@
 """The training code on a CPU at tiny size: parts that must agree with transformers, and a run from start to resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +63,7 @@ def test_masks_hide_the_present_and_what_left_the_window() -> None:
     masks = layers.decoder_masks(start, window=16)
     full, near = masks["full_attention"][:, 0, 0], masks["sliding_attention"][:, 0, 0]
     assert full.shape == (2, ROW + CANVAS)
-    assert full[:, ROW:].all()
-    assert near[:, ROW:].all()
+    assert full[:, ROW:].all() and near[:, ROW:].all()
     assert full[:, :ROW].sum(1).tolist() == [5, 100]
     assert near[0, :ROW].nonzero().flatten().tolist() == list(range(5))
     assert near[1, :ROW].nonzero().flatten().tolist() == list(range(85, 100))  # window - 1 of them
@@ -74,12 +71,11 @@ def test_masks_hide_the_present_and_what_left_the_window() -> None:
 
 def test_batches_place_the_canvas_after_the_prompt(tokenizer_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    batch = next(stream(tokenizer_dir, 64, 0, 5))
-    again = next(stream(tokenizer_dir, 64, 0, 5))
+    batch, again = (next(stream(tokenizer_dir, 64, 0, 5)) for _ in range(2))
     assert (batch.tokens == again.tokens).all()
     for tokens, prompt, end, start in zip(batch.tokens, batch.prompt, batch.end, batch.start, strict=True):
-        assert tokenizer.decode(tokens[:prompt]).startswith("<bos><|turn>user\n")
-        assert tokenizer.decode(tokens[:prompt]).endswith("<turn|>\n<|turn>model\n")
+        text = tokenizer.decode(tokens[:prompt])
+        assert text.startswith("<bos><|turn>user\n") and text.endswith("<turn|>\n<|turn>model\n")
         assert tokens[end] == tokenizer.convert_tokens_to_ids("<turn|>")
         assert not tokens[end + 1 :].any()
         assert (start - prompt) % CANVAS == 0
@@ -100,8 +96,8 @@ def test_noise_covers_every_ratio() -> None:
 def test_rounding_noise_has_the_size_of_four_bits() -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 256)
-    error = layers.rounding_noise(weight, 128) - weight
-    step = (weight.unflatten(-1, (2, 128)).amax(-1) - weight.unflatten(-1, (2, 128)).amin(-1)) / 15
+    error, groups = layers.rounding_noise(weight, 128) - weight, weight.unflatten(-1, (2, 128))
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
     assert (error.unflatten(-1, (2, 128)).abs() <= step[..., None] / 2 + 1e-6).all()
     assert 0.07 < error.std() < 0.13  # about 20 dB below normal weights
 
@@ -109,8 +105,7 @@ def test_rounding_noise_has_the_size_of_four_bits() -> None:
 def test_orthogonalize_levels_singular_values() -> None:
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 32, 64)).float())
-    assert values.min() > 0.5
-    assert values.max() < 1.4
+    assert 0.5 < values.min() <= values.max() < 1.4
 
 
 def test_rate_warms_up_and_falls_to_zero() -> None:

@@ -1,7 +1,6 @@
 """compressed-tensors files: the library reads what is written to the same values, and the loader what it writes."""
 
-from __future__ import annotations
-
+import functools
 import json
 import re
 import shutil
@@ -9,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
+from cli.conftest import Run
+from safetensors.torch import load_file
+from tiny import contents, edit_json, rewrite, stored, tiny_model, tiny_tokenizer
 
 import redraft
-from redraft.cli import main
 from redraft.errors import CheckpointError, UsageError
-from redraft.kernels.packing import dequantize
-from redraft.network.weights import PackedExperts, iter_tensors
+from redraft.kernels.packing import dequantize, unpack_nibbles
+from redraft.network.weights import iter_tensors
 from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import export_compressed_tensors
-from redraft.store.compressed_tensors import LARGEST_SCALE, SMALLEST_SCALE, CompressedTensors, pack
+from redraft.store.compressed_tensors import LARGEST_SCALE, PROJECTIONS, SMALLEST_SCALE, CompressedTensors, pack
 from redraft.store.names import canonical_name, expert_names
-from redraft.store.read import open_checkpoint
+from redraft.store.random import unpack_experts
+from redraft.store.read import INDEX, Checkpoint, open_checkpoint
 from redraft.store.workdir import partial_path
 
 EXPERT = "model.decoder.layers.1.experts.2"
@@ -55,26 +55,14 @@ def copy(bf16_dir: Path, tmp_path: Path) -> Path:
     return path
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
 def replace_tensor(path: Path, name: str, tensor: torch.Tensor) -> None:
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    file = path / index["weight_map"][name]
-    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+    files = json.loads((path / INDEX).read_text())["weight_map"]
+    rewrite(path / files[name], lambda tensors: {**tensors, name: tensor})
 
 
-def edit_config(path: Path, change) -> None:
-    config = json.loads((path / "config.json").read_text())
-    change(config["quantization_config"])
-    (path / "config.json").write_text(json.dumps(config))
-
-
-def expert_matrices(experts: PackedExperts, expert: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    gate, up = dequantize(experts.gu_q[expert], experts.gu_s[expert], experts.gu_z[expert], dtype).chunk(2)
-    down = dequantize(experts.dn_q[expert], experts.dn_s[expert], experts.dn_z[expert], dtype)
-    return {"gate_proj": gate, "up_proj": up, "down_proj": down}
+def same_experts(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
+    pairs = zip(*(vars(checkpoint.weights.layers[layer].experts).values() for checkpoint in (a, b)), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def library_scheme(path: Path):
@@ -86,47 +74,43 @@ def library_scheme(path: Path):
 
 def library_weights(path: Path, tensors: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
     """One Linear decompressed by the library."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-
+    compressors = pytest.importorskip("compressed_tensors.compressors")
     state = {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-    return PackedQuantizationCompressor.decompress(state, library_scheme(path))["weight"]
+    return compressors.PackedQuantizationCompressor.decompress(state, library_scheme(path))["weight"]
 
 
 class TestWrite:
     def test_library_reads_the_same_values(self, exported: Path):
         tensors, loaded = stored(exported), load_checkpoint(exported)
         for layer, weights in enumerate(loaded.weights.layers):
+            dense = unpack_experts(weights.experts, torch.bfloat16)
             for expert in (0, 7):
-                for projection, ours in expert_matrices(weights.experts, expert, torch.bfloat16).items():
+                matrices = (*dense.gate_up[expert].chunk(2), dense.down[expert])
+                for projection, ours in zip(PROJECTIONS, matrices, strict=True):
                     prefix = f"model.decoder.layers.{layer}.experts.{expert}.{projection}"
                     theirs = library_weights(exported, tensors, prefix)
                     assert theirs.dtype == torch.bfloat16 and torch.equal(theirs, ours), prefix
 
     def test_library_packs_the_same_words(self, exported: Path, bf16_dir: Path):
         """From the same scales and zero points the library rounds and packs to the same bits."""
-        pytest.importorskip("compressed_tensors")
-        from compressed_tensors.compressors import PackedQuantizationCompressor
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
+        compressors = pytest.importorskip("compressed_tensors.compressors")
         tensors, prefix = stored(exported), f"{EXPERT}.down_proj"
         weight = load_checkpoint(bf16_dir, "bf16", torch.float32).weights.layers[1].experts.down[2]
         state = {"weight": weight, "weight_scale": tensors[f"{prefix}.weight_scale"].float()}
         if f"{prefix}.weight_zero_point" in tensors:
             zero, shape = tensors[f"{prefix}.weight_zero_point"], state["weight_scale"].shape
-            state["weight_zero_point"] = unpack_from_int32(zero, 4, shape, packed_dim=0)
-        packed = PackedQuantizationCompressor.compress(state, library_scheme(exported))
+            unpack = compressors.pack_quantized.helpers.unpack_from_int32
+            state["weight_zero_point"] = unpack(zero, 4, shape, packed_dim=0)
+        packed = compressors.PackedQuantizationCompressor.compress(state, library_scheme(exported))
         for key in packed.keys() - {"weight_scale"}:
             assert torch.equal(packed[key], tensors[f"{prefix}.{key}"]), key
 
     def test_ignore_list_covers_all_but_experts(self):
-        pytest.importorskip("compressed_tensors")
-        from compressed_tensors.utils import is_match
-
+        is_match = pytest.importorskip("compressed_tensors.utils").is_match
         ignore = CompressedTensors(64, True).quantization_config()["ignore"]
         linears = [(n, m) for n, m in tiny_model().named_modules() if isinstance(m, torch.nn.Linear)]
         assert len(linears) > 50 and all(is_match(name, module, ignore) for name, module in linears)
-        for projection in ("gate_proj", "up_proj", "down_proj"):
+        for projection in PROJECTIONS:
             for side in ("decoder", "encoder.language_model"):
                 assert not is_match(f"model.{side}.layers.0.experts.3.{projection}", torch.nn.Linear(1, 1), ignore)
 
@@ -134,11 +118,9 @@ class TestWrite:
         tensors = stored(copy)
         found = {n.removeprefix(f"{EXPERT}.down_proj."): t for n, t in tensors.items() if f"{EXPERT}.down_proj" in n}
         assert {key: (t.dtype, tuple(t.shape)) for key, t in found.items()} == {
-            "weight_packed": (torch.int32, (128, 8)),
-            "weight_scale": (torch.bfloat16, (128, 2)),
-            "weight_zero_point": (torch.int32, (16, 2)),
-            "weight_shape": (torch.int64, (2,)),
-        }
+            "weight_packed": (torch.int32, (128, 8)), "weight_scale": (torch.bfloat16, (128, 2)),
+            "weight_zero_point": (torch.int32, (16, 2)), "weight_shape": (torch.int64, (2,)),
+        }  # fmt: skip
         assert found["weight_shape"].tolist() == [128, 64]
         for name, tensor in load_file(bf16_dir / "model.safetensors").items():
             if ".experts." not in name:
@@ -149,22 +131,19 @@ class TestWrite:
         """Half a step by rounding, half a step at a saturated end, and what a BF16 scale is too small: 15 * 2^-9."""
         weight = torch.randn(64, 256).mul(torch.logspace(-4, 4, 64)[:, None])
         packed = pack(weight, CompressedTensors(32, symmetric), "w")
-        zero = packed["zero_point"].T.contiguous().view(torch.uint8) if not symmetric else None
-        z = 8.0 if zero is None else torch.stack((zero & 15, zero >> 4), -1).flatten(-2).T.float().unsqueeze(-1)
-        bytes_ = packed["packed"].view(torch.uint8)
-        q = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2).unflatten(-1, (-1, 32)).float()
-        s = packed["scale"].float().unsqueeze(-1)
-        steps = ((q - z) * s - weight.unflatten(-1, (-1, 32))).abs() / s
+        scale, zero = packed["scale"].float(), torch.tensor(8.0)
+        if not symmetric:
+            zero = unpack_nibbles(packed["zero_point"].T.contiguous().view(torch.uint8)).T
+        restored = dequantize(packed["packed"].view(torch.uint8), scale, zero.expand_as(scale))
+        steps = (restored - weight).unflatten(-1, (-1, 32)).abs() / scale.unsqueeze(-1)
         assert float(steps.max()) <= 1.0 + 15 / 512
 
     def test_asymmetric_is_the_more_accurate(self, bf16_dir: Path, tmp_path: Path):
-        errors = {
-            symmetric: export_compressed_tensors(bf16_dir, tmp_path / str(symmetric), symmetric=symmetric).tensors
-            for symmetric in (False, True)
-        }
-        assert [t.name for t in errors[False]] == [name for layer in range(3) for name in expert_names(layer)]
-        for asymmetric, symmetric in zip(errors[False], errors[True], strict=True):
-            assert 19 < symmetric.sqnr_db < asymmetric.sqnr_db < 23
+        asymmetric = export_compressed_tensors(bf16_dir, tmp_path / "asymmetric").tensors
+        symmetric = export_compressed_tensors(bf16_dir, tmp_path / "symmetric", symmetric=True).tensors
+        assert [t.name for t in asymmetric] == [name for layer in range(3) for name in expert_names(layer)]
+        for better, worse in zip(asymmetric, symmetric, strict=True):
+            assert 19 < worse.sqnr_db < better.sqnr_db < 23
 
     def test_extreme_weights(self):
         """Zero, tiny and huge groups get scales that BF16 and fp16 both hold; larger and broken ones are refused."""
@@ -194,8 +173,7 @@ class TestWrite:
         assert len(kept) == 2 and not target.exists()
         export_compressed_tensors(bf16_dir, target, group=32)
         assert {name: (target / name).stat().st_mtime_ns for name in kept} == kept
-        for file in copy.iterdir():
-            assert (target / file.name).read_bytes() == file.read_bytes(), file.name
+        assert contents(copy).items() <= contents(target).items()
         with pytest.raises(UsageError, match="not empty"):
             export_compressed_tensors(bf16_dir, target, group=32)
 
@@ -220,19 +198,17 @@ class TestRead:
         engine = redraft.load(copy)
         dense = redraft.load(bf16_dir, weights="bf16")
         for plain, packed in zip(dense.model.weights.layers, engine.model.weights.layers, strict=True):
-            for e in range(8):
-                matrices = expert_matrices(packed.experts, e, torch.float32)
-                plain.experts.gate_up[e] = torch.cat((matrices["gate_proj"], matrices["up_proj"]))
-                plain.experts.down[e] = matrices["down_proj"]
+            experts = unpack_experts(packed.experts, torch.float32)
+            plain.experts.gate_up.copy_(experts.gate_up)
+            plain.experts.down.copy_(experts.down)
         answers = [e.generate("Ab?", seed=3, max_new_tokens=16) for e in (engine, dense)]
         assert answers[0].text == answers[1].text
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     def test_other_scale_dtypes(self, copy: Path, dtype: torch.dtype):
-        before = load_checkpoint(copy).weights.layers[1].experts
+        before = load_checkpoint(copy)
         replace_tensor(copy, SCALE, stored(copy)[SCALE].to(dtype))
-        after = load_checkpoint(copy).weights.layers[1].experts
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+        assert same_experts(before, load_checkpoint(copy), 1)
 
     @pytest.mark.parametrize("value", [1.0078125 * 2**-18, 1e5, float("nan"), float("inf")])
     def test_scales_fp16_does_not_hold(self, copy: Path, value: float):
@@ -248,33 +224,30 @@ class TestRead:
         def encoders(name: str) -> str:
             return name.replace("model.decoder.", "model.encoder.language_model.")
 
-        before = load_checkpoint(copy).weights.layers[2].experts
+        before = load_checkpoint(copy)
         for file in copy.glob("model-0000[123]*"):
-            save_file({encoders(n): t for n, t in load_file(file).items()}, file)
-        index = json.loads((copy / "model.safetensors.index.json").read_text())
-        index["weight_map"] = {n if f == KEPT else encoders(n): f for n, f in index["weight_map"].items()}
-        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-        after = load_checkpoint(copy).weights.layers[2].experts
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(iter_tensors(before), iter_tensors(after), strict=True))
+            rewrite(file, lambda tensors: {encoders(n): t for n, t in tensors.items()})
+        files = json.loads((copy / INDEX).read_text())["weight_map"]
+        edit_json(copy / INDEX, weight_map={n if f == KEPT else encoders(n): f for n, f in files.items()})
+        assert same_experts(before, load_checkpoint(copy), 2)
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda c: c.update(quant_method="gptq"), "quantised with 'gptq'"),
-            (lambda c: c.update(format="nvfp4-pack-quantized"), "quantization_config.format is 'nvfp4-pack-quantized'"),
-            (lambda c: c["config_groups"].update(group_1={}), "config_groups is"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=8), "weights.num_bits is 8"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"), "actorder is 'group'"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="channel"), "strategy is 'channel'"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=7), "group_size is 7"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=96), "groups of 96 do not divide"),
-            (lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 8}), "input_activations is"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=64), "has shape [16, 2], expected"),
-            (lambda c: c["config_groups"]["group_0"]["weights"].update(symmetric=True), "zero_point belongs to no"),
-        ],
-    )  # fmt: skip
-    def test_refuses_other_schemes(self, copy: Path, change, message: str):
-        edit_config(copy, change)
+    @pytest.mark.parametrize(("where", "changes", "message"), [
+        ("", {"quant_method": "gptq"}, "quantised with 'gptq'"),
+        ("", {"format": "nvfp4-pack-quantized"}, "quantization_config.format is 'nvfp4-pack-quantized'"),
+        ("config_groups", {"group_1": {}}, "config_groups is"),
+        ("config_groups group_0 weights", {"num_bits": 8}, "weights.num_bits is 8"),
+        ("config_groups group_0 weights", {"actorder": "group"}, "actorder is 'group'"),
+        ("config_groups group_0 weights", {"strategy": "channel"}, "strategy is 'channel'"),
+        ("config_groups group_0 weights", {"group_size": 7}, "group_size is 7"),
+        ("config_groups group_0 weights", {"group_size": 96}, "groups of 96 do not divide"),
+        ("config_groups group_0", {"input_activations": {"num_bits": 8}}, "input_activations is"),
+        ("config_groups group_0 weights", {"group_size": 64}, "has shape [16, 2], expected"),
+        ("config_groups group_0 weights", {"symmetric": True}, "zero_point belongs to no"),
+    ])  # fmt: skip
+    def test_refuses_other_schemes(self, copy: Path, where: str, changes: dict[str, object], message: str):
+        scheme = json.loads((copy / "config.json").read_text())["quantization_config"]
+        functools.reduce(dict.__getitem__, where.split(), scheme).update(changes)
+        edit_json(copy / "config.json", quantization_config=scheme)
         with pytest.raises(CheckpointError, match=re.escape(message)):
             open_checkpoint(copy)
 
@@ -298,24 +271,25 @@ class TestRead:
 
 
 class TestCommand:
-    def test_export(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def test_export(self, run: Run, bf16_dir: Path, tmp_path: Path):
         target = tmp_path / "ct"
-        arguments = ["export", str(bf16_dir), str(target), "--format", "compressed-tensors"]
-        assert main([*arguments, "--group-size", "32", "--symmetric", "--json"]) == 0
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert result["symmetric"] is True and result["spec"] == {"group_gate_up": 32, "group_down": 32}
+        command = ("export", bf16_dir, target, "--format", "compressed-tensors")
+        done = run(*command, "--group-size", "32", "--symmetric", "--json")
+        result = done.json
+        assert done.code == 0 and result["symmetric"] is True
+        assert result["spec"] == {"group_gate_up": 32, "group_down": 32}
         assert len(result["tensors"]) == 6 and result["bytes_after"] < result["bytes_before"]
         assert result["bytes_after"] == sum(t.nbytes for t in stored(target).values())
-        assert main(["inspect", str(target), "--verify"]) == 0
-        assert "compressed-tensors" in capsys.readouterr().out
+        done = run("inspect", target, "--verify")
+        assert done.code == 0 and "compressed-tensors" in done.out
         shutil.rmtree(target)
-        assert main(arguments) == 0
-        assert "MB ->" in capsys.readouterr().out
+        done = run(*command)
+        assert done.code == 0 and "MB ->" in done.out
 
-    def test_errors(self, bf16_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        for options, message in (
-            (["--format", "gguf"], "format is 'gguf', expected one of compressed-tensors"),
-            (["--format", "compressed-tensors", "--group-size", "16"], "group size is 16, expected 64 or 32"),
-        ):
-            assert main(["export", str(bf16_dir), str(tmp_path / "x"), *options]) == 2
-            assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+    @pytest.mark.parametrize(("options", "message"), [
+        (["--format", "gguf"], "format is 'gguf', expected one of compressed-tensors"),
+        (["--format", "compressed-tensors", "--group-size", "16"], "group size is 16, expected 64 or 32"),
+    ])  # fmt: skip
+    def test_errors(self, run: Run, bf16_dir: Path, tmp_path: Path, options: list[str], message: str):
+        done = run("export", bf16_dir, tmp_path / "x", *options)
+        assert done.code == 2 and message in done.err and not (tmp_path / "x").exists()

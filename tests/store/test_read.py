@@ -1,9 +1,6 @@
 """Reading checkpoints: every spelling of the names, both formats, and every kind of damage."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -20,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import published_layout, tiny_config, tiny_tokenizer
+from tiny import edit_json, flip, published_layout, rewrite, tiny_config, tiny_tokenizer
 
 import redraft.store.open as opening
 import redraft.store.read as checkpoint
@@ -31,14 +28,14 @@ from redraft.quant.load import load_checkpoint
 from redraft.quant.quantize import quantize
 from redraft.quant.rtn import quantize_experts
 from redraft.store.bf16 import Bf16
-from redraft.store.names import canonical_name, part_of, text_tensors
+from redraft.store.names import PARTS, canonical_name
 from redraft.store.open import find_checkpoint, load_tokenizer
 from redraft.store.read import Checkpoint, open_checkpoint
-from redraft.store.tensorfile import read_header
 
-SPEC = QuantSpec(16, 8)
+SPEC, INDEX = QuantSpec(16, 8), checkpoint.INDEX
 KEPT = "model-00001-of-00001.safetensors"  # all but the experts of a packed directory
 DEC, ENC = "model.decoder.", "model.encoder.language_model."
+NO_HASHES = r"manifest\.json: file is missing, so there are no hashes"
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], object]
 
@@ -54,17 +51,17 @@ def broken_packed(packed_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed_dir, tmp_path / "packed"))
 
 
-def rewrite(path: Path, change: Callable[[Tensors], object], file: str = "model.safetensors") -> None:
-    """Apply `change` to the tensors of a file; a new dict replaces them, None means it changed them in place."""
-    tensors = load_file(path / file)
-    result = change(tensors)
-    save_file(result if isinstance(result, dict) else tensors, path / file, metadata={"format": "pt"})
+@pytest.fixture
+def published(broken_packed: Path) -> Path:
+    """A packed directory with no more than the format asks for."""
+    published_layout(broken_packed)
+    return broken_packed
 
 
-def edit_json(path: Path, **changes: object) -> None:
-    raw = json.loads(path.read_text())
-    raw.update(changes)
-    path.write_text(json.dumps(raw))
+@pytest.fixture
+def sharded(tiny_hf, tmp_path: Path) -> Path:
+    tiny_hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    return tmp_path
 
 
 def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
@@ -80,35 +77,28 @@ HF_NAMES = {
     )},
     **{n: f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{n: f"mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")},
-    "router_proj": "router.proj.weight",
-    "router_scale": "router.scale",
-    "per_expert_scale": "router.per_expert_scale",
+    "router_proj": "router.proj.weight", "router_scale": "router.scale",
+    "per_expert_scale": "router.per_expert_scale", "experts.gate_up": "experts.gate_up_proj",
+    "experts.down": "experts.down_proj", "decoder_scalar": "layer_scalar",
 }  # fmt: skip
 
 
 def test_every_weight_is_transformers_weight(tiny_dir: Path, tiny_hf):
-    state = tiny_hf.state_dict()
-    loaded = load_checkpoint(tiny_dir, "bf16", torch.float32)
-    weights = loaded.weights
-    assert len(weights.layers) == 3 and loaded.format == "bf16" and loaded.spec is None
-    for i, layer in enumerate(weights.layers):
-        for field, name in HF_NAMES.items():
-            value = getattr(layer, field)
-            if field == "v_proj" and i == 2:
-                assert value is None
-            else:
-                assert torch.equal(value, state[f"{DEC}layers.{i}.{name}"]), (i, field)
-        assert isinstance(layer.experts, DenseExperts)
-        assert torch.equal(layer.experts.gate_up, state[f"{DEC}layers.{i}.experts.gate_up_proj"])
-        assert torch.equal(layer.experts.down, state[f"{DEC}layers.{i}.experts.down_proj"])
-        assert torch.equal(layer.decoder_scalar, state[f"{DEC}layers.{i}.layer_scalar"])
-        assert torch.equal(layer.encoder_scalar, state[f"{ENC}layers.{i}.layer_scalar"])
-        assert layer.encoder_scalar != layer.decoder_scalar
-    assert torch.equal(weights.embed, state[f"{DEC}embed_tokens.weight"])
-    assert torch.equal(weights.norm, state[f"{DEC}norm.weight"])
+    expected = {"embed": f"{DEC}embed_tokens.weight", "norm": f"{DEC}norm.weight"}
     for field in ("pre_norm", "gate_proj", "up_proj", "down_proj"):
-        value = getattr(weights.self_conditioning, field)
-        assert torch.equal(value, state[f"{DEC}self_conditioning.{field}.weight"]), field
+        expected[f"self_conditioning.{field}"] = f"{DEC}self_conditioning.{field}.weight"
+    for i in range(3):
+        expected |= {f"layers.{i}.{field}": f"{DEC}layers.{i}.{name}" for field, name in HF_NAMES.items()}
+        expected[f"layers.{i}.encoder_scalar"] = f"{ENC}layers.{i}.layer_scalar"
+    del expected["layers.2.v_proj"]
+    state, loaded = tiny_hf.state_dict(), load_checkpoint(tiny_dir, "bf16", torch.float32)
+    assert loaded.format == "bf16" and loaded.spec is None
+    found = dict(iter_tensors(loaded.weights))
+    assert found.keys() == expected.keys() and loaded.weights.layers[2].v_proj is None
+    for field, tensor in found.items():
+        assert torch.equal(tensor, state[expected[field]]), field
+    for layer in loaded.weights.layers:
+        assert isinstance(layer.experts, DenseExperts) and layer.encoder_scalar != layer.decoder_scalar
 
 
 def test_plain_weights_are_cast_and_packed_scales_are_not(tiny_dir: Path):
@@ -130,10 +120,9 @@ def test_quantising_while_loading_equals_quantising_in_memory(tiny_dir: Path, ti
     assert loaded.spec == SPEC
     for i, layer in enumerate(loaded.weights.layers):
         names = (f"{DEC}layers.{i}.experts.gate_up_proj", f"{DEC}layers.{i}.experts.down_proj")
-        expected = quantize_experts(*(state[n] for n in names), SPEC)
         assert isinstance(layer.experts, PackedExperts)
-        for f in dataclasses.fields(PackedExperts):
-            assert torch.equal(getattr(layer.experts, f.name), getattr(expected, f.name)), (i, f.name)
+        expected = vars(quantize_experts(*(state[n] for n in names), SPEC))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in vars(layer.experts).items()), i
 
 
 def test_packed_directory_equals_packing_at_load(tiny_dir: Path, packed_dir: Path):
@@ -148,10 +137,9 @@ def test_progress_counts_layers(tiny_dir: Path):
     assert calls == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_sharded_equals_single(tiny_dir: Path, tiny_hf, tmp_path: Path):
-    tiny_hf.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
-    assert same_weights(load_checkpoint(tmp_path, "bf16"), load_checkpoint(tiny_dir, "bf16"))
+def test_sharded_equals_single(tiny_dir: Path, sharded: Path):
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2 and not (sharded / "model.safetensors").exists()
+    assert same_weights(load_checkpoint(sharded, "bf16"), load_checkpoint(tiny_dir, "bf16"))
 
 
 def test_bf16_files(tiny_hf, tmp_path: Path):
@@ -180,7 +168,7 @@ SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_tied_names(tiny_dir: Path, broken: Path, spelling: str):
-    rewrite(broken, SPELLINGS[spelling])
+    rewrite(broken / "model.safetensors", SPELLINGS[spelling])
     loaded = load_checkpoint(broken, "bf16", torch.float32)
     assert same_weights(loaded, load_checkpoint(tiny_dir, "bf16", torch.float32))
     assert loaded.notes == load_checkpoint(tiny_dir, "bf16").notes
@@ -194,45 +182,40 @@ def test_tied_copies_that_differ_are_refused(broken: Path, name: str):
         tensors[name] = tensors[canonical_name(name)].clone()
         tensors[name].view(-1)[7] += 1
 
-    rewrite(broken, change)
+    rewrite(broken / "model.safetensors", change)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {name} differs from model\.decoder"):
         load_checkpoint(broken, "bf16")
 
 
-def test_canonical_names():
-    assert canonical_name("anything.at.all.layers.007.experts.gu_q") == f"{DEC}layers.7.experts.gu_q"
-    assert canonical_name("layers.3.experts.dn_z") == f"{DEC}layers.3.experts.dn_z"
-    assert canonical_name(f"{ENC}layers.3.layer_scalar") == f"{ENC}layers.3.layer_scalar"
-    assert canonical_name("encoder.vision_tower.x") == "model.encoder.vision_tower.x"
-    assert canonical_name("something.else") == "something.else"
+@pytest.mark.parametrize(("name", "canonical"), [
+    ("anything.at.all.layers.007.experts.gu_q", f"{DEC}layers.7.experts.gu_q"),
+    ("layers.3.experts.dn_z", f"{DEC}layers.3.experts.dn_z"),
+    (f"{ENC}layers.3.layer_scalar", f"{ENC}layers.3.layer_scalar"),
+    ("encoder.vision_tower.x", "model.encoder.vision_tower.x"),
+    ("something.else", "something.else"),
+])  # fmt: skip
+def test_canonical_names(name: str, canonical: str):
+    assert canonical_name(name) == canonical
 
 
 def test_parts_cover_the_network(tiny_dir: Path):
     files = open_checkpoint(tiny_dir)
-    parts: dict[str, int] = {}
-    for name in [*files.text, *files.extras]:
-        parts[part_of(name)] = parts.get(part_of(name), 0) + 1
-    vision = parts.pop("vision")
-    assert vision == len(files.extras) > 0
+    parts = {part: len(infos) for part, infos in files.parts.items()}
+    assert list(parts) == [part for part in PARTS if part != "other"]
+    assert parts.pop("vision") == len(files.extras) > 0
     # per layer: 4 projections (3 on the full one), 7 + 2 norms and 2 scalars, 3 MLP, 3 router, 2 experts; 1 final norm
     assert parts == {
         "embedding": 1, "attention": 11, "norms": 34, "dense MLP": 9, "router": 9, "experts": 6, "self-conditioning": 4
     }  # fmt: skip
 
 
-def test_vision_is_left_out_and_said(tiny_dir: Path, tiny_hf):
-    vision = [n for n in load_file(tiny_dir / "model.safetensors") if "vision" in n]
-    (note,) = load_checkpoint(tiny_dir, "bf16").notes
-    assert note == (
-        f"{len(vision)} vision tensors (embed_vision, vision_tower) recognised and left out: text only for now"
-    )
-
-
-def test_unknown_tensors_are_noted(broken: Path):
-    rewrite(broken, lambda t: {**t, **{f"model.audio.{i}": torch.zeros(2) for i in range(4)}})
-    assert load_checkpoint(broken, "bf16").notes[-1] == (
-        "4 unknown tensors left out: model.audio.0, model.audio.1, model.audio.2, ..."
-    )
+def test_what_is_left_out_is_said(broken: Path):
+    vision = [n for n in load_file(broken / "model.safetensors") if "vision" in n]
+    rewrite(broken / "model.safetensors", lambda t: {**t, **{f"model.audio.{i}": torch.zeros(2) for i in range(4)}})
+    assert load_checkpoint(broken, "bf16").notes == [
+        f"{len(vision)} vision tensors (embed_vision, vision_tower) recognised and left out: text only for now",
+        "4 unknown tensors left out: model.audio.0, model.audio.1, model.audio.2, ...",
+    ]
 
 
 def test_settings_come_from_generation_config(broken: Path):
@@ -247,11 +230,11 @@ def test_settings_come_from_generation_config(broken: Path):
 
 def put(name: str, tensor: torch.Tensor, file: str = "model.safetensors") -> Damage:
     """A tensor in the place of another, or one too many."""
-    return lambda path: rewrite(path, lambda t: {**t, name: tensor}, file)
+    return lambda path: rewrite(path / file, lambda t: {**t, name: tensor})
 
 
-def drop(name: str) -> Damage:
-    return lambda path: rewrite(path, lambda t: {n: v for n, v in t.items() if n != name})
+def drop(name: str, file: str = "model.safetensors") -> Damage:
+    return lambda path: rewrite(path / file, lambda t: {n: v for n, v in t.items() if n != name})
 
 
 def text(file: str, content: str) -> Damage:
@@ -276,13 +259,19 @@ def both(*damages: Damage) -> Damage:
     return lambda path: [damage(path) for damage in damages]
 
 
-def pickled(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-
-
 def wrong(name: str, tensor: torch.Tensor, message: str, file: str = "model.safetensors") -> tuple[Damage, str]:
     return put(name, tensor, file), rf"PATH/{file}: tensor {name} .*{message}"
+
+
+def expert(name: str, tensor: torch.Tensor, message: str) -> tuple[Damage, str]:
+    return wrong(f"{DEC}layers.1.experts.{name}", tensor, message, "experts_001.safetensors")
+
+
+def exchanged(path: Path) -> None:
+    """A manifest that knows another dtype of a tensor."""
+    tensors = json.loads((path / "manifest.json").read_text())["tensors"]
+    tensors[f"{DEC}norm.weight"]["dtype"] = "BF16"
+    edit_json(path / "manifest.json", tensors=tensors)
 
 
 PLAIN: list[tuple[Damage, str]] = [
@@ -303,39 +292,65 @@ PLAIN: list[tuple[Damage, str]] = [
     wrong(f"{DEC}layers.0.experts.0.gate_proj.weight", torch.zeros(2), "belongs to no layer of the network"),
     *((cut(share), r"PATH/model\.safetensors: cut short within tensor model\.\S+: ") for share in (0.999, 0.7, 0.5)),
     *((cut(n), r"model\.safetensors: damaged, its header cannot be read") for n in (0, 1, 7, 8, 9, 100)),
-    (pickled, r"pytorch_model\.bin: pickled weights can run code.*save_pretrained"),
+    (both(without("model.safetensors"), text("pytorch_model.bin", "cos\nsystem\n(S'exit 1'\ntR.")),
+     r"pytorch_model\.bin: pickled weights can run code.*save_pretrained"),
     (without("config.json"), r"PATH/config\.json: file is missing"),
     (without("model.safetensors"), "this is not a checkpoint directory"),
     (keys("config.json", model_type="gemma4"), r"config\.json: model_type is 'gemma4'"),
     (keys("config.json", quantization_config={"quant_method": "gptq"}), r"config\.json: quantised with 'gptq'"),
     (keys("config.json", text_config=None), r"config\.json: text_config is missing"),
     (text("config.json", '{"model_type": '), r"config\.json: cannot be read as JSON"),
-    (
-        keys("config.json", quantization_config={"quant_method": "dg-w4a16-v1"}),
-        rf"PATH: tensor {DEC}layers.0.experts.gu_s is missing",
-    ),
+    (keys("config.json", quantization_config={"quant_method": "dg-w4a16-v1"}),
+     rf"PATH: tensor {DEC}layers.0.experts.gu_s is missing"),
+]  # fmt: skip
+SHARDED = [(damage, rf"{INDEX}: .*{message}") for damage, message in (
+    (text(INDEX, "{"), "cannot be read as JSON"),
+    (text(INDEX, "[]"), "expected a JSON object"),
+    (text(INDEX, "{}"), "weight_map is missing"),
+    (text(INDEX, '{"weight_map": {}}'), "weight_map is missing or empty"),
+    (text(INDEX, '{"weight_map": {"a": 3}}'), "tensor a is said to be in 3"),
+    (text(INDEX, '{"weight_map": {"a": "../elsewhere.safetensors"}}'), "expected a file name"),
+    (without(INDEX), "file is missing"),
+)]  # fmt: skip
+PACKED: list[tuple[Damage, str]] = [
+    (keys("w4_meta.json", group_down=16), r"w4_meta\.json: group_down is 16, but .* means 8"),
+    (keys("config.json", quantization_config={"quant_method": "dg-w4a16-v1", "group_gate_up": 32}),
+     r"config\.json: group_gate_up is 32, but .* means 16"),
+    (keys("w4_meta.json", format="dg-w4a16-v2"),
+     r"w4_meta\.json: format dg-w4a16-v2 is not the dg-w4a16-v1 this Redraft reads; upgrade Redraft"),
+    (keys("w4_meta.json", format="gguf"), r"w4_meta\.json: format is 'gguf', expected 'dg-w4a16-v1'"),
+    (keys("w4_meta.json", format=None), r"w4_meta\.json: format is None, expected"),
+    (keys("w4_meta.json", format=["dg-w4a16-v1"]), r"w4_meta\.json: format is"),
+    (both(published_layout, without("w4_meta.json")), r"w4_meta\.json: file is missing"),
+    *((without(f"experts_00{i}.safetensors"), rf"experts_00{i}\.safetensors: shard is missing") for i in (0, 2)),
+    *((both(without(f"experts_00{i}.safetensors"), published_layout),
+       rf"experts_00{i}\.safetensors: tensor {DEC}layers\.{i}\.experts\.gu_\w is missing") for i in (0, 2)),
+    expert("gu_q", torch.zeros(8, 32, 16, dtype=torch.int8), "has dtype I8, expected U8"),
+    expert("dn_s", torch.zeros(8, 32, 2), "has dtype F32, expected F16"),
+    expert("gu_z", torch.zeros(8, 32, 4).half(), r"has shape \[8, 32, 4\], expected \[8, 32, 2\]"),
+    expert("dn_q", torch.zeros(8, 32, 16, dtype=torch.uint8), r"has shape \[8, 32, 16\], expected \[8, 32, 8\]"),
+    *((put(f"{DEC}layers.0.experts.gu_s", torch.zeros(shape).half(), "experts_000.safetensors"), groups)
+      for shape, groups in (((8, 32, 3), "gu_s"), ((8, 32), "gu_s"), ((8, 32, 32), "gu_s|group_gate_up"))),
+    (put(f"{DEC}layers.0.experts.down_proj", torch.zeros(8, 32, 16), KEPT), r"experts\.down_proj belongs to no layer"),
+    (put("extra", torch.zeros(8), "experts_002.safetensors"),
+     r"experts_002\.safetensors: has \d+ bytes, manifest\.json recorded"),
+    (exchanged, rf"tensor {DEC}norm\.weight differs from what manifest\.json"),
+    *((text("manifest.json", content), r"manifest\.json") for content in (
+        "{}", '{"files": [], "tensors": {}}', '{"files": {}, "tensors": {"a": 1}}'
+    )),
 ]  # fmt: skip
 
 
-def refuses(path: Path, message: str, **options: object) -> None:
-    with pytest.raises(CheckpointError, match=message.replace("PATH", re.escape(str(path)))):
-        load_checkpoint(path, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("damage", "message"), PLAIN)
-def test_damage_is_found_before_weights_are_read(
-    broken: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage, message: str
-):
-    damage(broken)
+@pytest.mark.parametrize(("directory", "damage", "message"), [
+    *(("broken", *row) for row in PLAIN), *(("sharded", *row) for row in SHARDED),
+    *(("broken_packed", *row) for row in PACKED),
+])  # fmt: skip
+def test_damage_is_found_before_weights_are_read(request, monkeypatch, directory: str, damage: Damage, message: str):
+    path = request.getfixturevalue(directory)
+    damage(path)
     monkeypatch.setattr(checkpoint, "read_tensor", lambda *_: pytest.fail("weights were read"))
-    refuses(broken, message, weights="bf16")
-
-
-def test_truncation_names_the_first_tensor_that_is_cut(tmp_path: Path):
-    save_file({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(10)}, tmp_path / "x.safetensors")
-    os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 41)
-    with pytest.raises(CheckpointError, match="cut short within tensor b: "):
-        read_header(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=message.replace("PATH", re.escape(str(path)))):
+        load_checkpoint(path, "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -365,19 +380,12 @@ def test_damage_anywhere_is_one_error_naming_the_file(fuzzed: tuple[Path, bytes]
         assert same_weights(loaded, load_checkpoint(path))
 
 
-@pytest.fixture
-def sharded(tiny_hf, tmp_path: Path) -> Path:
-    tiny_hf.save_pretrained(tmp_path, max_shard_size="20KB")
-    return tmp_path
-
-
 def test_missing_shard_names_file_and_tensor(sharded: Path):
     victim = sorted(sharded.glob("model-*.safetensors"))[1]
     held = load_file(victim)
     victim.unlink()
-    with pytest.raises(
-        CheckpointError, match=rf"{victim}: shard is missing; it holds \S+ and {len(held) - 1} more"
-    ) as caught:
+    message = rf"{victim}: shard is missing; it holds \S+ and {len(held) - 1} more"
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_checkpoint(sharded, "bf16")
     assert str(caught.value).split(" holds ")[1].split()[0] in held
 
@@ -385,164 +393,73 @@ def test_missing_shard_names_file_and_tensor(sharded: Path):
 def test_shard_without_a_promised_tensor(sharded: Path):
     victim = sorted(sharded.glob("model-*.safetensors"))[0]
     gone = sorted(load_file(victim))[0]
-    rewrite(sharded, lambda t: {n: v for n, v in t.items() if n != gone}, victim.name)
+    drop(gone, victim.name)(sharded)
     with pytest.raises(CheckpointError, match=f"{victim}: tensor {gone} is missing, though"):
         load_checkpoint(sharded, "bf16")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (text(checkpoint.INDEX, "{"), "cannot be read as JSON"),
-        (text(checkpoint.INDEX, "[]"), "expected a JSON object"),
-        (text(checkpoint.INDEX, "{}"), "weight_map is missing"),
-        (text(checkpoint.INDEX, '{"weight_map": {}}'), "weight_map is missing or empty"),
-        (text(checkpoint.INDEX, '{"weight_map": {"a": 3}}'), "tensor a is said to be in 3"),
-        (text(checkpoint.INDEX, '{"weight_map": {"a": "../elsewhere.safetensors"}}'), "expected a file name"),
-        (without(checkpoint.INDEX), "file is missing"),
-    ],
-)
-def test_bad_index(sharded: Path, damage: Damage, message: str):
-    damage(sharded)
-    refuses(sharded, rf"{checkpoint.INDEX}: .*{message}", weights="bf16")
-
-
-def test_indivisible_groups_are_refused_before_reading(tiny_dir: Path):
-    with pytest.raises(UsageError, match="group_gate_up 128 does not divide hidden_size 32"):
-        load_checkpoint(tiny_dir)
-
-
-def test_unknown_weight_format(tiny_dir: Path):
-    with pytest.raises(UsageError, match="weights is 'fp8', expected one of w4, bf16"):
-        load_checkpoint(tiny_dir, "fp8")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("directory", "options", "error", "message"), [
+    ("tiny_dir", {}, UsageError, "group_gate_up 128 does not divide hidden_size 32"),
+    ("tiny_dir", {"weights": "fp8"}, UsageError, "weights is 'fp8', expected one of w4, bf16"),
+    ("packed_dir", {"weights": "bf16"}, CheckpointError, "holds 4-bit experts only.*weights='w4'"),
+    ("packed_dir", {"spec": QuantSpec(32, 16)}, UsageError, "packed with .*quantise the BF16 checkpoint again"),
+    ("tiny_dir", {"verify": True, "spec": SPEC}, CheckpointError, NO_HASHES),
+    ("published", {"verify": True, "spec": SPEC}, CheckpointError, NO_HASHES),
+])  # fmt: skip
+def test_what_cannot_be_had_of_a_directory(request, monkeypatch, directory: str, options, error, message: str):
+    path = request.getfixturevalue(directory)
+    monkeypatch.setattr(checkpoint, "read_tensor", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message):
+        load_checkpoint(path, **options)
 
 
 def test_weights_do_not_follow_the_file(broken: Path):
     loaded = load_checkpoint(broken, "bf16", torch.float32)
     before = [t.clone() for _, t in iter_tensors(loaded.weights)]
-    size = (broken / "model.safetensors").stat().st_size
     with (broken / "model.safetensors").open("r+b") as f:
-        f.write(b"\0" * size)
+        f.write(b"\0" * os.fstat(f.fileno()).st_size)
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, iter_tensors(loaded.weights), strict=True))
 
 
-def expert(name: str, tensor: torch.Tensor, message: str) -> tuple[Damage, str]:
-    return wrong(f"{DEC}layers.1.experts.{name}", tensor, message, "experts_001.safetensors")
+def others_layout(path: Path) -> None:
+    """A minimal directory of another writer."""
+    published_layout(path)
+    for i in range(3):
+        file = path / f"experts_{i:03d}.safetensors"
+        rewrite(file, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()})
+        file.rename(path / f"experts_{2 - i}_of_3.safetensors")  # names of files carry no meaning
 
 
-def exchanged(path: Path) -> None:
-    """A manifest that knows another dtype of a tensor."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["tensors"][f"{DEC}norm.weight"]["dtype"] = "BF16"
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def one_shard_per_side(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    for i in range(3):
+        tensors = load_file(path / f"experts_{i:03d}.safetensors")
+        twins = {n.replace(DEC, ENC): v for n, v in tensors.items()}
+        save_file(twins, path / f"experts_{i + 3:03d}.safetensors")
 
 
 class TestPacked:
     """Directories in dg-w4a16-v1, by this writer and by others."""
 
-    def test_minimal_directory_of_another_writer(self, packed_dir: Path, broken_packed: Path):
-        published_layout(broken_packed)
-        for i in range(3):
-            file = broken_packed / f"experts_{i:03d}.safetensors"
-            rewrite(broken_packed, lambda t: {n.replace(DEC, ENC): v for n, v in t.items()}, file.name)
-            file.rename(broken_packed / f"experts_{2 - i}_of_3.safetensors")  # names of files carry no meaning
+    @pytest.mark.parametrize("change", [others_layout, one_shard_per_side, without("w4_meta.json", "manifest.json")])
+    def test_the_same_weights(self, packed_dir: Path, broken_packed: Path, change: Damage):
+        """Without meta and manifest: what the hub's client fetches for transformers, which asks for the index's."""
+        change(broken_packed)
         assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
-
-    def test_one_shard_per_side(self, packed_dir: Path, broken_packed: Path):
-        (broken_packed / "manifest.json").unlink()
-        for i in range(3):
-            tensors = load_file(broken_packed / f"experts_{i:03d}.safetensors")
-            twins = {n.replace(DEC, ENC): v for n, v in tensors.items()}
-            save_file(twins, broken_packed / f"experts_{i + 3:03d}.safetensors")
-        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
+        assert load_checkpoint(broken_packed, spec=SPEC).spec == SPEC
 
     def test_groups_come_from_shapes(self, tiny_dir: Path, tmp_path: Path):
         quantize(tiny_dir, tmp_path / "w4", QuantSpec(8, 4))
-        edit = json.loads((tmp_path / "w4" / "w4_meta.json").read_text())
-        (tmp_path / "w4" / "w4_meta.json").write_text(json.dumps({"format": edit["format"]}))
+        text("w4_meta.json", '{"format": "dg-w4a16-v1"}')(tmp_path / "w4")
         loaded = load_checkpoint(tmp_path / "w4")
         assert loaded.spec == QuantSpec(8, 4)
         assert loaded.weights.layers[0].experts.gu_s.shape == (8, 32, 4)
-
-    def test_missing_meta(self, packed_dir: Path, broken_packed: Path):
-        """What the hub's client fetches for transformers, which asks for what the index names."""
-        (broken_packed / "w4_meta.json").unlink()
-        (broken_packed / "manifest.json").unlink()
-        assert same_weights(load_checkpoint(broken_packed), load_checkpoint(packed_dir))
-
-    def test_bf16_cannot_be_recovered(self, packed_dir: Path):
-        with pytest.raises(CheckpointError, match=r"holds 4-bit experts only.*weights='w4'"):
-            load_checkpoint(packed_dir, "bf16")
-
-    def test_other_groups_than_stored(self, packed_dir: Path):
-        with pytest.raises(UsageError, match=r"packed with .*quantise the BF16 checkpoint again"):
-            load_checkpoint(packed_dir, spec=QuantSpec(32, 16))
-        assert load_checkpoint(packed_dir, spec=SPEC).spec == SPEC
-
-    @pytest.mark.parametrize(
-        ("damage", "message"),
-        [
-            (keys("w4_meta.json", group_down=16), r"w4_meta\.json: group_down is 16, but .* means 8"),
-            (
-                keys("config.json", quantization_config={"quant_method": "dg-w4a16-v1", "group_gate_up": 32}),
-                r"config\.json: group_gate_up is 32, but .* means 16",
-            ),
-            (
-                keys("w4_meta.json", format="dg-w4a16-v2"),
-                r"w4_meta\.json: format dg-w4a16-v2 is not the dg-w4a16-v1 this Redraft reads; upgrade Redraft",
-            ),
-            (keys("w4_meta.json", format="gguf"), r"w4_meta\.json: format is 'gguf', expected 'dg-w4a16-v1'"),
-            (keys("w4_meta.json", format=None), r"w4_meta\.json: format is None, expected"),
-            (keys("w4_meta.json", format=["dg-w4a16-v1"]), r"w4_meta\.json: format is"),
-            (both(published_layout, without("w4_meta.json")), r"w4_meta\.json: file is missing"),
-            *(
-                (without(f"experts_00{i}.safetensors"), rf"experts_00{i}\.safetensors: shard is missing")
-                for i in (0, 2)
-            ),
-            *(
-                (
-                    both(without(f"experts_00{i}.safetensors"), published_layout),
-                    rf"experts_00{i}\.safetensors: tensor {DEC}layers\.{i}\.experts\.gu_\w is missing",
-                )
-                for i in (0, 2)
-            ),
-            expert("gu_q", torch.zeros(8, 32, 16, dtype=torch.int8), "has dtype I8, expected U8"),
-            expert("dn_s", torch.zeros(8, 32, 2), "has dtype F32, expected F16"),
-            expert("gu_z", torch.zeros(8, 32, 4).half(), r"has shape \[8, 32, 4\], expected \[8, 32, 2\]"),
-            expert(
-                "dn_q", torch.zeros(8, 32, 16, dtype=torch.uint8), r"has shape \[8, 32, 16\], expected \[8, 32, 8\]"
-            ),
-            *(
-                (put(f"{DEC}layers.0.experts.gu_s", torch.zeros(shape).half(), "experts_000.safetensors"), groups)
-                for shape, groups in (((8, 32, 3), "gu_s"), ((8, 32), "gu_s"), ((8, 32, 32), "gu_s|group_gate_up"))
-            ),
-            (
-                put(f"{DEC}layers.0.experts.down_proj", torch.zeros(8, 32, 16), KEPT),
-                r"experts\.down_proj belongs to no layer",
-            ),
-            (
-                put("extra", torch.zeros(8), "experts_002.safetensors"),
-                r"experts_002\.safetensors: has \d+ bytes, manifest\.json recorded",
-            ),
-            (exchanged, rf"tensor {DEC}norm\.weight differs from what manifest\.json"),
-            (text("manifest.json", "{}"), r"manifest\.json"),
-            (text("manifest.json", '{"files": [], "tensors": {}}'), r"manifest\.json"),
-            (text("manifest.json", '{"files": {}, "tensors": {"a": 1}}'), r"manifest\.json"),
-        ],
-    )
-    def test_damage(self, broken_packed: Path, damage: Damage, message: str):
-        damage(broken_packed)
-        refuses(broken_packed, message)
 
 
 class TestManifest:
     def test_changed_bytes_are_found_by_hashes_only(self, broken_packed: Path):
         file = broken_packed / "experts_001.safetensors"
-        with file.open("r+b") as f:
-            f.seek(-1, os.SEEK_END)
-            last = f.read(1)[0]
-            f.seek(-1, os.SEEK_END)
-            f.write(bytes([last ^ 1]))
+        flip(file)
         load_checkpoint(broken_packed)
         with pytest.raises(CheckpointError, match=rf"{file}: tensor {DEC}layers\.1\.experts\.\w+ has another sha256"):
             load_checkpoint(broken_packed, verify=True)
@@ -555,12 +472,6 @@ class TestManifest:
         assert load_checkpoint(broken_packed).settings.t_min == 0.2
         with pytest.raises(CheckpointError, match=r"generation_config\.json: changed, damaged or missing"):
             load_checkpoint(broken_packed, verify=True)
-
-    def test_nothing_to_verify_against(self, tiny_dir: Path, broken_packed: Path):
-        (broken_packed / "manifest.json").unlink()
-        for path in (tiny_dir, broken_packed):
-            with pytest.raises(CheckpointError, match=r"manifest\.json: file is missing, so there are no hashes"):
-                load_checkpoint(path, verify=True, spec=SPEC)
 
 
 class TestFind:
@@ -664,10 +575,7 @@ def test_peak_memory_of_loading(tiny_dir: Path, tmp_path: Path):
     kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     sizes = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
     tiny_config(num_hidden_layers=layers, layer_types=kinds, **sizes).save_pretrained(tmp_path / "bf16")
-    config = ModelConfig.from_dict(json.loads((tmp_path / "bf16" / "config.json").read_text()))
-    expected = text_tensors(config)
-    for layer in range(layers):
-        expected |= Bf16().expected(config, layer)
+    expected = Bf16().tensors(ModelConfig.from_dict(json.loads((tmp_path / "bf16" / "config.json").read_text())))
     values = torch.randn(1 << 16).bfloat16()
     tensors = {name: values.repeat(math.prod(shape) // len(values) + 1) for name, (_, shape) in expected.items()}
     tensors = {name: t[: math.prod(expected[name][1])].view(expected[name][1]) for name, t in tensors.items()}

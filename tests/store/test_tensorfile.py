@@ -1,7 +1,5 @@
 """Our reader of safetensors files against the library's, on good files and on damaged ones."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
@@ -63,38 +61,32 @@ def test_difference_in_any_chunk_is_seen(file: Path, monkeypatch: pytest.MonkeyP
         assert not holds_bytes_of(info, changed), i
 
 
-def write(file: Path, header: object, data: bytes) -> None:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
-
-
 def entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        ({"a": entry()}, b"123", "cut short within tensor a: .* bytes, expected"),
-        ({"a": entry()}, b"12345", "has .* bytes, its header describes"),
-        ({"a": entry(offsets=(1, 5))}, b"12345", "tensor a starts at byte"),
-        ({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456", "tensor b starts at byte"),
-        ({"a": entry(shape=(5,))}, b"1234", "tensor a of 5 bytes has offsets 0, 4"),
-        ({"a": entry(shape=(-4,))}, b"1234", "tensor a has shape"),
-        ({"a": entry(shape=(2.0, 2))}, b"1234", "tensor a has shape"),
-        ({"a": entry(dtype="F4")}, b"1234", "tensor a has dtype F4, which Redraft does not know"),
-        ({"a": entry(dtype=["U8"])}, b"1234", "tensor a has dtype"),
-        ({"a": entry(shape=(2**40, 2**40))}, b"1234", "tensor a of"),
-        ({"a": {"dtype": "U8"}}, b"1234", "header cannot be read"),
-        ({"a": 3}, b"1234", "header cannot be read"),
-        ([1], b"", "header cannot be read"),
-        (b"[" * 5000, b"", "header cannot be read"),
-        (b"\xff\xfe{}", b"", "header cannot be read"),
-        (b'{"a":', b"", "header cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("header", "data", "message"), [
+    ({"a": entry()}, b"123", "cut short within tensor a: .* bytes, expected"),
+    ({"a": entry(), "b": entry(offsets=(4, 8)), "c": entry(offsets=(8, 12))}, b"1234567", "cut .* within tensor b: "),
+    ({"a": entry()}, b"12345", "has .* bytes, its header describes"),
+    ({"a": entry(offsets=(1, 5))}, b"12345", "tensor a starts at byte"),
+    ({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456", "tensor b starts at byte"),
+    ({"a": entry(shape=(5,))}, b"1234", "tensor a of 5 bytes has offsets 0, 4"),
+    ({"a": entry(shape=(-4,))}, b"1234", "tensor a has shape"),
+    ({"a": entry(shape=(2.0, 2))}, b"1234", "tensor a has shape"),
+    ({"a": entry(dtype="F4")}, b"1234", "tensor a has dtype F4, which Redraft does not know"),
+    ({"a": entry(dtype=["U8"])}, b"1234", "tensor a has dtype"),
+    ({"a": entry(shape=(2**40, 2**40))}, b"1234", "tensor a of"),
+    ({"a": {"dtype": "U8"}}, b"1234", "header cannot be read"),
+    ({"a": 3}, b"1234", "header cannot be read"),
+    ([1], b"", "header cannot be read"),
+    (b"[" * 5000, b"", "header cannot be read"),
+    (b"\xff\xfe{}", b"", "header cannot be read"),
+    (b'{"a":', b"", "header cannot be read"),
+])  # fmt: skip
 def test_damaged_headers(file: Path, header: object, data: bytes, message: str):
-    write(file, header, data)
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
     with pytest.raises(CheckpointError, match=rf"{file}.*{message}"):
         read_header(file)
 

@@ -1,1 +1,1 @@
-"""Kernels as `redraft bench kernels` and `redraft tune kernels` see them: one file per file of kernels/."""
+"""Kernels as `redraft bench kernels` and `redraft tune kernels` see them, by what part of a pass they are for."""

@@ -1,21 +1,21 @@
-"""kernels/sampling.py: statistics of the raw logits, and the probabilities that the next pass is conditioned on.
+"""kernels/sampling.py and acceptance.py: from raw logits to the next canvas, and what the next pass is conditioned on.
 
 The draw must repeat but is not compared: the kernel's fast logarithm may decide a near tie the other way. Its
 distribution is a matter for the tests.
 """
 
-from __future__ import annotations
-
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from redraft.bench.cases.inputs import SETTINGS, choices, first_pass, gaussian, lanes
-from redraft.bench.kernels import KernelCase, Problem, Scale
+from redraft.bench.cases.inputs import SETTINGS, by_formula, candidates, first_pass, gaussian, lanes
+from redraft.bench.kernels import Changes, KernelCase, Problem, Scale, Tensors
 from redraft.bench.roofline import Work
-from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, sample
+from redraft.decode.entropy_bound import ENTROPY_BOUND, accept
+from redraft.kernels.acceptance import finish_pass
+from redraft.kernels.sampling import PROBABILITIES, SAMPLE, probabilities, random_tokens, sample
+from redraft.kernels.state import Canvases
 
 
 def _scaled(scale: Scale, raw: torch.Tensor) -> torch.Tensor:
@@ -24,28 +24,20 @@ def _scaled(scale: Scale, raw: torch.Tensor) -> torch.Tensor:
     return torch.tanh(raw.float() / cap) * (cap / SETTINGS.t_max)
 
 
-def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
+def statistics(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
     config, rows, vocab = scale.config, scale.rows, scale.config.vocab_size
     raw, state, slots = gaussian(scale, generator, rows, vocab, std=4.0), first_pass(scale), lanes(scale)
-    draw, argmax = (torch.empty(rows, dtype=torch.int64, device=scale.device) for _ in range(2))
-    entropy, confidence, log_norm = (torch.empty(rows, device=scale.device) for _ in range(3))
-    settings = dataclasses.replace(SAMPLE, **changes)
-    outputs = {
-        "draw": draw, "argmax": argmax, "entropy": entropy, "confidence": confidence, "log_norm": log_norm
-    }  # fmt: skip
+    outputs = {name: torch.empty(rows, dtype=torch.int64, device=scale.device) for name in ("draw", "argmax")}
+    outputs |= {name: torch.empty(rows, device=scale.device) for name in ("entropy", "confidence", "log_norm")}
+    settings = replace(SAMPLE, **changes)
 
-    def reference() -> dict[str, torch.Tensor]:
+    def reference() -> Tensors:
         logits = _scaled(scale, raw)
-        probs = torch.softmax(logits, dim=-1)
-        norm = logits.logsumexp(dim=-1)
+        probs, norm = torch.softmax(logits, dim=-1), logits.logsumexp(dim=-1)
         ids = torch.arange(vocab, device=scale.device)
         first = torch.where(raw == raw.amax(dim=-1, keepdim=True), ids, vocab).amin(dim=-1)
-        return {
-            "argmax": first,
-            "entropy": norm - (probs * logits).sum(dim=-1),
-            "confidence": probs.amax(dim=-1),
-            "log_norm": norm,
-        }
+        entropy = norm - (probs * logits).sum(dim=-1)
+        return {"argmax": first, "entropy": entropy, "confidence": probs.amax(dim=-1), "log_norm": norm}
 
     def stock() -> object:
         """The sampling step of transformers: soft-cap, softmax, multinomial, argmax, two entropies, and the cast."""
@@ -55,7 +47,7 @@ def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, A
         return torch.multinomial(probs, 1), logits.argmax(dim=-1), entropies, logits.to(scale.dtype)
 
     return Problem(
-        run=lambda: sample(raw, state, slots, config.final_logit_softcap, **outputs, settings=settings),
+        run=partial(sample, raw, state, slots, config.final_logit_softcap, **outputs, settings=settings),
         outputs=outputs,
         reference=reference,
         work=Work(raw.nbytes + sum(t.nbytes for t in outputs.values()), 20 * raw.numel()),
@@ -64,28 +56,61 @@ def statistics(scale: Scale, generator: torch.Generator, changes: Mapping[str, A
     )
 
 
-def soft(scale: Scale, generator: torch.Generator, changes: Mapping[str, Any]) -> Problem:
-    config = scale.config
-    raw, state, slots = (
-        gaussian(scale, generator, scale.rows, config.vocab_size, std=4.0),
-        first_pass(scale),
-        lanes(scale),
-    )
+def soft(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
+    """The probabilities that the next pass is conditioned on."""
+    raw = gaussian(scale, generator, scale.rows, scale.config.vocab_size, std=4.0)
     log_norm, out = _scaled(scale, raw).logsumexp(dim=-1), torch.empty_like(raw)
-    settings = dataclasses.replace(PROBABILITIES, **changes)
-    return Problem(
-        run=lambda: probabilities(raw, log_norm, state, slots, config.final_logit_softcap, out=out, settings=settings),
-        outputs={"out": out},
-        reference=lambda: {"out": torch.softmax(_scaled(scale, raw), dim=-1)},
-        work=Work(raw.nbytes + out.nbytes + log_norm.nbytes, 10 * raw.numel()),
+    given = (raw, log_norm, first_pass(scale), lanes(scale), scale.config.final_logit_softcap)
+    return by_formula(
+        partial(probabilities, *given, out=out, settings=replace(PROBABILITIES, **changes)),
+        {"out": out},
+        lambda raw: torch.softmax(_scaled(scale, raw), dim=-1).to(raw.dtype),
+        (raw,),
+        Work(raw.nbytes + out.nbytes + log_norm.nbytes, 10 * raw.numel()),
         tolerance=6e-3,  # one rounding to BF16
-        stock=lambda: torch.softmax(_scaled(scale, raw), dim=-1).to(scale.dtype),
-        compiles=True,
     )
 
 
-_BLOCKS = (*choices(block=(2048, 4096, 8192), num_warps=(8,)), {"block": 8192, "num_warps": 16})
+def acceptance(scale: Scale, generator: torch.Generator, changes: Changes) -> Problem:
+    """The end of a pass, from its statistics to the next canvas."""
+    batch, length, vocab = scale.batch, scale.config.canvas_length, scale.config.vocab_size
+    slots, canvases = first_pass(scale), Canvases.allocate(batch, length, scale.device)
+    own, table = ENTROPY_BOUND.allocate(batch, length, vocab, scale.device), lanes(scale)
+    draw, argmax = (torch.randint(vocab, (scale.rows,), generator=generator, device=scale.device) for _ in range(2))
+    for slot in range(batch):
+        ENTROPY_BOUND.configure(own, slot, SETTINGS)
+    own.max_steps.fill_(10**9)  # timing repeats the pass: it must not be the last, after which nothing is done
+    # Multiples of 2^-12 have exact sums, in whatever order and precision.
+    entropy = torch.randint(64, (scale.rows,), generator=generator, device=scale.device).float() * 2.0**-12
+    outputs = {"tokens": canvases.tokens, "argmax": canvases.argmax, "entropy": canvases.entropy}
+
+    def following() -> torch.Tensor:
+        accepted = accept(entropy.view(batch, length), SETTINGS.entropy_bound)
+        redraw = random_tokens(slots.seed[table], length, vocab, canvas=0, step=1)
+        return by_slot(torch.where(accepted, draw.view(batch, length), redraw))
+
+    def by_slot(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.view(batch, length)
+        return torch.empty_like(rows).index_copy_(0, table.long(), rows).flatten()
+
+    def reset() -> None:
+        for tensor in (slots.step, slots.done, own.equal):
+            tensor.zero_()
+
+    return Problem(
+        run=partial(finish_pass, draw, argmax, entropy, table, slots, own, canvases),
+        outputs=outputs,
+        reference=lambda: {"tokens": following(), "argmax": by_slot(argmax), "entropy": by_slot(entropy)},
+        work=Work(draw.nbytes + argmax.nbytes + entropy.nbytes + sum(t.nbytes for t in outputs.values()), 0),
+        tolerance=0.0,  # choices and copies
+        stock=following,
+        reset=reset,
+    )
+
+
+BLOCKS = candidates("block num_warps", (2048, 8), (4096, 8), (8192, 8), (8192, 16))
 CASES = [
-    KernelCase("sampling.statistics", statistics, _BLOCKS),
-    KernelCase("sampling.probabilities", soft, _BLOCKS),
+    KernelCase("sampling.statistics", statistics, BLOCKS),
+    KernelCase("sampling.probabilities", soft, BLOCKS),
+    KernelCase("acceptance", acceptance),
 ]

@@ -12,8 +12,6 @@ A launch that is refused all the same, for shared memory, registers or a tile th
 same way, and the process remembers what was accepted (`run`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -45,6 +43,14 @@ class LaunchSettings:
     def shared(self) -> int:
         """Bytes of shared memory that a program needs, at the largest shapes; 0: hardly any."""
         return 0
+
+
+@dataclass(frozen=True)
+class BlockSettings(LaunchSettings):
+    """block_elements: elements a program takes of what a kernel copies or turns."""
+
+    block_elements: int
+    num_warps: int = 4
 
 
 Settings = TypeVar("Settings", bound=LaunchSettings)
