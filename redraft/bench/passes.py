@@ -1,6 +1,7 @@
 """Denoising passes as benchmarks run them: the interface, those of the reference network, and the captured ones."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -110,9 +111,9 @@ class ReferenceStep:
 
     def _attention(self, x: torch.Tensor) -> None:
         model = self.model
-        tables = model._rope_tables(self.arena.length, x.shape[1])
-        for layer, w, cache in zip(self.config.layers, model.weights.layers, self.arena.layers, strict=True):
-            model._attention(x, layer, w, tables[layer.kind], None, cache.with_own)
+        tables = model._rope_tables(self.arena.positions(x.shape[1]))
+        for index, (layer, w) in enumerate(zip(self.config.layers, model.weights.layers, strict=True)):
+            model._attention(x, layer, w, tables[layer.kind], partial(self.arena.attend, index, causal=False))
 
 
 class FusedStep:

@@ -1,23 +1,23 @@
 """Passes of the plain network (network/model.py), for a CPU and for whatever the fused kernels do not cover.
 
-`EagerRunner` passes each slot on its own, so that a request's text does not depend on its company. `LockstepRunner`
-pads a batch on the left and takes every canvas together, with torch's generator: what transformers computes, in its
-order, for tiers `off` and `bitexact`.
+`EagerRunner` takes slots as they come, and a request's text does not depend on its company. `LockstepRunner` pads a
+batch on the left and takes every canvas together, with torch's generator: what transformers computes, in its order, for
+tiers `off` and `bitexact`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from redraft.config import DecodeSettings
 from redraft.decode.rule import Rule
 from redraft.decode.streams import CounterStream, Stream, TorchStream
 from redraft.engine.events import cut
 from redraft.engine.runner import PIECE, SlotStatus
+from redraft.kernels.mlp import ROW_MULTIPLE
 from redraft.kernels.state import Canvases, SlotState
-from redraft.network.arena import KVArena
+from redraft.network.arena import KVArena, PackedArenas
 from redraft.network.model import Model
 
 
@@ -73,16 +73,9 @@ class Rows:
         done, step, _, canvas = self.canvases.status[row].tolist()
         length = self.model.config.canvas_length
         at = slice(row * length, (row + 1) * length)
-        return SlotStatus(
-            slot=slot,
-            owner=owner,
-            done=bool(done),
-            canvas=canvas,
-            step=step,
-            argmax=self.canvases.argmax[at].tolist(),
-            accepted=self.canvases.accepted[at].bool().tolist(),
-            mean_entropy=float(self.canvases.entropy[at].mean()),
-        )
+        argmax, accepted = self.canvases.argmax[at].tolist(), self.canvases.accepted[at].bool().tolist()
+        entropy = float(self.canvases.entropy[at].mean())
+        return SlotStatus(slot, owner, bool(done), canvas, step, argmax, accepted, entropy)
 
 
 class _Eager:
@@ -105,16 +98,22 @@ class _Eager:
         self.owners.clear()
         self._statuses.clear()
 
+    def close(self) -> None:
+        self.reset()
+
     def _arena(self, batch: int, positions: int, padding: torch.Tensor | None = None) -> KVArena:
         model = self.model
         return KVArena(model.config, batch, positions, model.dtype, model.device, padding)
 
 
 class EagerRunner(_Eager):
-    """Slots of their own lengths, canvases and passes, one after the other."""
+    """Slots of their own lengths, canvases and passes.
+
+    On a CPU, where the network is batch invariant, those of a pass are one run of it; elsewhere they run one by one.
+    """
 
     def __init__(self, model: Model, slots: int):
-        super().__init__(model, slots)
+        super().__init__(Model(model.config, model.weights, batch_invariant=model.device.type == "cpu"), slots)
         self.short, self.piece = model.config.canvas_length, max(PIECE, model.config.canvas_length)
         self._rows: dict[int, Rows] = {}
 
@@ -128,25 +127,45 @@ class EagerRunner(_Eager):
         self._rows[slot], self.owners[slot] = Rows(self.model, rule, settings, stream, arena), owner
 
     def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
-        for slot, tokens in pieces.items():
-            self.model.encode(torch.tensor([list(tokens)], device=self.device), self._rows[slot].arena)
+        for slots in self._runs(list(pieces)):
+            tokens = [torch.tensor(pieces[slot], device=self.device) for slot in slots]
+            self.model.encode(*self._packed(slots, tokens))
 
     def start(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._rows[slot].start()
 
     def run_pass(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            rows = self._rows[slot]
-            rows.run_pass()
-            self._statuses.append(rows.status(0, slot, self.owners[slot]))
+        # Whose canvas begins comes last: self-conditioning is of the first rows.
+        begun = sorted(slots, key=lambda slot: self._rows[slot].self_conditioning is None)
+        for run in self._runs(begun):
+            self._denoise(run)
+        self._statuses += [self._rows[slot].status(0, slot, self.owners[slot]) for slot in slots]
 
     def reset(self) -> None:
         super().reset()
         self._rows.clear()
 
-    def close(self) -> None:
-        self.reset()
+    def _runs(self, slots: list[int]) -> list[list[int]]:
+        """The slots of each run of the network."""
+        return [slots] if self.model.batch_invariant else [[slot] for slot in slots]
+
+    def _denoise(self, slots: list[int]) -> None:
+        rows = [self._rows[slot] for slot in slots]
+        earlier = [each.self_conditioning for each in rows if each.self_conditioning is not None]
+        tokens, arenas = self._packed(slots, [each.canvas[0] for each in rows])
+        logits = self.model.denoise(tokens, arenas, torch.cat(earlier, dim=1) if earlier else None)
+        # Random numbers for the whole vocabulary are the most memory that a pass needs, so a slot at a time.
+        for each, own in zip(rows, logits.split(self.model.config.canvas_length, dim=1), strict=False):
+            each.take(own)
+
+    def _packed(self, slots: list[int], pieces: list[torch.Tensor]) -> tuple[torch.Tensor, PackedArenas]:
+        """Tokens int64 [n] of each slot in one row [1, N], and what they attend to."""
+        arenas, counts = [self._rows[slot].arena for slot in slots], [len(piece) for piece in pieces]
+        spare = -sum(counts) % ROW_MULTIPLE if self.model.batch_invariant else 0
+        if spare:
+            arenas, counts = [*arenas, self._arena(1, spare)], [*counts, spare]
+        return F.pad(torch.cat(pieces), (0, spare))[None], PackedArenas(arenas, counts)
 
 
 class LockstepRunner(_Eager):
@@ -184,9 +203,11 @@ class LockstepRunner(_Eager):
         rows.run_pass()
         self._statuses += [rows.status(row, row, self.owners[row]) for row in running if row in self.owners]
 
-    def close(self) -> None:
-        self.reset()
+    def reset(self) -> None:
+        super().reset()
         self._rows = None
+        self._pending.clear()
+        self._finished.clear()
 
     def _begin(self) -> Rows:
         """Read all prompts, padded on the left, and start the first canvas."""

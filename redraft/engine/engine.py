@@ -39,13 +39,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tokenizer: PreTrainedTokenizerBase,
-        tier: Tier,
-        slots: int | None = None,
+        self, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tier: Tier, slots: int | None = None,
         context: int | None = None,
-    ):
+    ):  # fmt: skip
         check_choice("tier", tier, TIERS)
         self.config: ModelConfig = checkpoint.config
         self.settings: DecodeSettings = checkpoint.settings
@@ -101,15 +97,9 @@ class Engine:
         return self._text.encode(prompt)
 
     def submit(
-        self,
-        prompt: Prompt,
-        *,
-        seed: int = 0,
-        tier: Tier | None = None,
-        rule: str = DEFAULT_RULE,
-        drafts: bool = True,
+        self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, rule: str = DEFAULT_RULE, drafts: bool = True,
         **settings: Any,
-    ) -> Ticket:
+    ) -> Ticket:  # fmt: skip
         """Put a prompt in line; it joins the passes as soon as a slot is free. Settings are as in `generate`.
 
         Iterate over the ticket for events (a Draft per pass only with `drafts`), or call its `result()` or `cancel()`.
@@ -123,14 +113,9 @@ class Engine:
         return self._submit([prompt], seed, tier, rule, settings, drafts=False)[0].result()
 
     def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int | Sequence[int] = 0,
-        tier: Tier | None = None,
-        rule: str = DEFAULT_RULE,
-        **settings: Any,
-    ) -> list[Result]:
+        self, prompts: Sequence[Prompt], *, seed: int | Sequence[int] = 0, tier: Tier | None = None,
+        rule: str = DEFAULT_RULE, **settings: Any,
+    ) -> list[Result]:  # fmt: skip
         """Answer several prompts side by side.
 
         Tier turbo gives prompt i the seed `seed + i` (or seed[i]) and a text that does not depend on the others. Tiers
@@ -155,14 +140,9 @@ class Engine:
         self._desk.close()
 
     def _submit(
-        self,
-        prompts: Sequence[Prompt],
-        seed: int | Sequence[int],
-        tier: Tier | None,
-        rule: str,
-        changes: dict[str, Any],
-        drafts: bool,
-    ) -> list[Ticket]:
+        self, prompts: Sequence[Prompt], seed: int | Sequence[int], tier: Tier | None, rule: str,
+        changes: dict[str, Any], drafts: bool,
+    ) -> list[Ticket]:  # fmt: skip
         tier = tier or self.tier
         check_choice("tier", tier, TIERS)
         settings = self.settings.replace(**changes)

@@ -3,8 +3,6 @@
 Cutting an answer at its end token and counting its tokens are here and nowhere else.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The one loop: requests join and leave between passes. It knows no text and no threads."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque
@@ -80,7 +78,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Whether no request is in line or running."""
-        return not self._waiting and not self._running
+        return not self.live
 
     @property
     def live(self) -> int:
@@ -123,8 +121,6 @@ class Loop:
         self._resident = [[] for _ in range(self.runner.slots)]
 
     def _release_cancelled(self) -> None:
-        if not self._cancelled:
-            return
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._cancelled)
         for running in [r for r in self._running.values() if r.id in self._cancelled]:
             self._release(running)
@@ -163,10 +159,9 @@ class Loop:
         unread = [r for r in self._running.values() if r.unread]
         together = [r for r in unread if len(r.unread) <= runner.short]
         alone = [r for r in unread if len(r.unread) > runner.short][:1]
-        for readers in (together, alone):
+        for readers in filter(None, (together, alone)):
             pieces = {r.slot: r.unread[: runner.piece] for r in readers}
-            if pieces:
-                runner.read(pieces)
+            runner.read(pieces)
             for reader in readers:
                 self._resident[reader.slot] += pieces[reader.slot]
                 reader.unread = reader.unread[runner.piece :]
@@ -198,17 +193,11 @@ class Loop:
         return events
 
     def _result(self, running: _Running, reason: str) -> Result:
+        request, seconds = running.request, time.perf_counter() - running.began
         return Result(
-            token_ids=running.tokens,
-            tokens=count_tokens(running.tokens, self.config.pad_token_id),
-            prompt_tokens=len(running.request.prompt),
-            steps_per_canvas=running.steps,
-            seconds=time.perf_counter() - running.began,
-            finish_reason=reason,
-            seed=running.request.seed,
-            peak_memory_bytes=peak_bytes(self.runner.device),
-            cached_tokens=running.cached,
-        )
+            running.tokens, count_tokens(running.tokens, self.config.pad_token_id), len(request.prompt), running.steps,
+            seconds, reason, request.seed, peak_bytes(self.runner.device), cached_tokens=running.cached,
+        )  # fmt: skip
 
     def _release(self, running: _Running) -> None:
         self.runner.release(running.slot)

@@ -1,7 +1,5 @@
 """What runs passes for the loop: `graphs.GraphRunner` on a GPU, `eager.EagerRunner` and `LockstepRunner` elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,35 +43,27 @@ class Runner(Protocol):
         self, slot: int, owner: int, rule: Rule, settings: DecodeSettings, seed: int, *, keep: bool, positions: int
     ) -> None:
         """Give a slot to a request that needs `positions`. keep: it continues after the slot's committed positions."""
-        ...
 
     def read(self, pieces: Mapping[int, Sequence[int]]) -> None:
         """One encode pass that appends tokens to the committed positions of each of these slots."""
-        ...
 
     def start(self, slots: Sequence[int]) -> None:
         """Begin the next canvas of these slots."""
-        ...
 
     def run_pass(self, slots: Sequence[int]) -> None:
         """Launch one denoising pass of these slots, all of one rule, and ask for their status."""
-        ...
 
     def poll(self, drain: bool = False) -> list[SlotStatus]:
         """Statuses of the oldest pass not yet reported; none while only the newest is on its way, unless drained."""
-        ...
 
     def release(self, slot: int) -> None:
         """The slot's request is over, done or not. Its committed positions stay until the slot is admitted to."""
-        ...
 
     def reset(self) -> None:
         """Empty all slots, also those whose requests were abandoned in the middle."""
-        ...
 
     def close(self) -> None:
         """Give all memory back at once. The runner is of no use afterwards."""
-        ...
 
 
 def admit_prompts(runner: Runner, prompts: Sequence[list[int]], rule: Rule, settings: DecodeSettings) -> None:
@@ -85,7 +75,5 @@ def admit_prompts(runner: Runner, prompts: Sequence[list[int]], rule: Rule, sett
 
 def read_whole(runner: Runner, slot: int, prompt: list[int]) -> None:
     """All the pieces of a prompt, one after the other."""
-    while prompt:
-        size = runner.piece if len(prompt) > runner.short else runner.short
-        runner.read({slot: prompt[:size]})
-        prompt = prompt[size:]
+    for start in range(0, len(prompt), runner.piece):
+        runner.read({slot: prompt[start : start + runner.piece]})

@@ -26,10 +26,7 @@ class Text:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a string as one user turn, messages through the chat template, token ids as they are.
-
-        Raises UsageError when it is empty or holds an id outside the vocabulary.
-        """
+        """Token ids of a prompt, and what is refused: see Engine.encode_prompt."""
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UsageError("the prompt is empty")

@@ -38,8 +38,11 @@ class Ticket:
             yield event
 
     def cancel(self) -> None:
-        """Give the request up, at whatever pass it is. Events that were not read are gone."""
-        self._desk.cancel(self)
+        """Give the request up, at whatever pass it is. Events that were not read are gone.
+
+        Never waits: it may be called by a finaliser, in the middle of a step.
+        """
+        self._end(None)
 
     def result(self) -> Result:
         """Wait for the answer. Raises what made the request fail, RedraftError when it was cancelled."""
@@ -92,7 +95,7 @@ class Desk:
                 self._fill()
             except BaseException:
                 for ticket in tickets:
-                    self.cancel(ticket)
+                    ticket.cancel()
                 self._drop_cancelled()
                 raise
         return tickets
@@ -116,10 +119,6 @@ class Desk:
                 with self._turn:
                     self._stepping = False
                     self._turn.notify_all()
-
-    def cancel(self, ticket: Ticket) -> None:
-        """See Ticket.cancel. Never waits: it may be called by a finaliser, in the middle of a step."""
-        ticket._end(None)
 
     def close(self) -> None:
         """Cancel everything and give the loop's memory back; the next request opens another."""
@@ -152,13 +151,14 @@ class Desk:
                         ticket._take(event)
                     if isinstance(event, Result):
                         self._tickets.pop(number, None)
-        except BaseException as e:
-            broken = isinstance(e, Exception)
-            self._abandon(e if isinstance(e, Exception) else RedraftError("another request was interrupted"))
-            if self._loop is not None and not broken:
+        except Exception as e:
+            self._abandon(e)
+            self._close_loop()
+            raise
+        except BaseException:
+            self._abandon(RedraftError("another request was interrupted"))
+            if self._loop is not None:
                 self._loop.reset()
-            else:
-                self._close_loop()
             raise
 
     def _fill(self) -> None:

@@ -28,7 +28,7 @@ from redraft.config import QuantSpec
 from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper_products
 from redraft.kernels.experts_layout import READ_TILES, TILE_ROWS, product_tiles, repack_width
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
-from redraft.kernels.mlp import gated
+from redraft.kernels.mlp import ROW_MULTIPLE, gated
 from redraft.kernels.packing import dequantize
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
 from redraft.kernels.tables import LaunchSettings, run
@@ -37,8 +37,13 @@ from redraft.kernels.weights import DenseExperts, PackedExperts, RepackedExperts
 Experts = DenseExperts | PackedExperts | RepackedExperts
 
 
-def run_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [T, H], routing weights fp32 [T, k], expert ids int64 [T, k] -> [T, H] in x's dtype."""
+def run_experts(
+    x: torch.Tensor, experts: Experts, weights: torch.Tensor, index: torch.Tensor, batch_invariant: bool = False
+) -> torch.Tensor:
+    """x [T, H], routing weights fp32 [T, k], expert ids int64 [T, k] -> [T, H] in x's dtype.
+
+    batch_invariant: on a CPU a token's bits do not depend on the other tokens.
+    """
     if isinstance(experts, RepackedExperts):
         return _run_repacked(x, experts, weights, index)
     tokens, top_k = index.shape
@@ -49,7 +54,8 @@ def run_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, index:
     for expert, count in enumerate(counts):
         if count:
             rows = order[start : start + count]
-            slots[rows] = _expert(x[rows // top_k], experts, expert)
+            filled = F.pad(rows // top_k, (0, -count % ROW_MULTIPLE)) if batch_invariant else rows // top_k
+            slots[rows] = _expert(x[filled], experts, expert, batch_invariant)[:count]
             start += count
     weighted = slots * weights.flatten()[:, None]
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(x.dtype)
@@ -59,14 +65,14 @@ def _num_experts(experts: DenseExperts | PackedExperts) -> int:
     return experts.down.shape[0] if isinstance(experts, DenseExperts) else experts.dn_q.shape[0]
 
 
-def _expert(x: torch.Tensor, experts: DenseExperts | PackedExperts, e: int) -> torch.Tensor:
+def _expert(x: torch.Tensor, experts: DenseExperts | PackedExperts, e: int, batch_invariant: bool) -> torch.Tensor:
     if isinstance(experts, DenseExperts):
         gate_up, down = experts.gate_up[e], experts.down[e]
     else:
         gate_up = dequantize(experts.gu_q[e], experts.gu_s[e], experts.gu_z[e], x.dtype)
         down = dequantize(experts.dn_q[e], experts.dn_s[e], experts.dn_z[e], x.dtype)
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(gated(gate, up), down)
+    return F.linear(gated(gate, up, batch_invariant=batch_invariant), down)
 
 
 READ = tl.constexpr(READ_TILES)

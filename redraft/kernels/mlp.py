@@ -18,15 +18,25 @@ from redraft.kernels import launch
 from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.tables import LaunchSettings, current_gpu, run, settings_for
 
+# Batch invariance on a CPU: a row's bits do not depend on how many rows there are. Matrix libraries have other code for
+# a few rows than for many, and for what is left of a tile; a multiple of the rows below is in whole tiles. torch's GELU
+# has other code for what is left of each thread's share; up to so many elements are one thread's, in whole vectors.
+ROW_MULTIPLE, GELU_SHARE = 8, 16384
 
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+
+def gated(gate: torch.Tensor, up: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
     """tanh-GELU(gate) * up, elementwise."""
-    return F.gelu(gate, approximate="tanh") * up
+    if not batch_invariant:
+        return F.gelu(gate, approximate="tanh") * up
+    shares = gate.split(max(1, GELU_SHARE // gate.shape[-1]), dim=-2)
+    return torch.cat([F.gelu(share, approximate="tanh") for share in shares], dim=-2) * up
 
 
-def gated_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def gated_mlp(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+) -> torch.Tensor:
     """x [..., H], gate and up [I, H], down [H, I] -> [..., H]."""
-    return F.linear(gated(F.linear(x, gate), F.linear(x, up)), down)
+    return F.linear(gated(F.linear(x, gate), F.linear(x, up), batch_invariant=batch_invariant), down)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ canvas may see, plus room for one canvas so that most commits write in place. Ro
 order; row r of a layer holds the position `length - rows + r`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +13,7 @@ import torch
 
 from redraft.config import ModelConfig
 from redraft.errors import UsageError
+from redraft.kernels.attention import attention
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,7 +69,8 @@ class KVArena:
         self, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device,
         padding: torch.Tensor | None = None,
     ):  # fmt: skip
-        self._config, self.batch, self.capacity, self.length = config, batch, capacity, 0
+        self._config, self._device = config, device
+        self.batch, self.capacity, self.length = batch, capacity, 0
         self.padding = padding if padding is not None and bool(padding.any()) else None
         self.layers = []
         for layer, rows in zip(config.layers, layer_rows(config, capacity), strict=True):
@@ -83,9 +86,74 @@ class KVArena:
         for cache, rows in zip(self.layers, layer_rows(self._config, capacity), strict=True):
             cache.grow(rows)
 
+    def positions(self, count: int) -> torch.Tensor:
+        """Where the next `count` tokens stand, int64 [count]."""
+        return torch.arange(self.length, self.length + count, device=self._device)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        """Attention of new rows over a layer's stored rows and themselves; q, k, v [B, heads, N, D].
+
+        causal: the rows are stored, and none sees a later one or one outside of a sliding layer's window. Otherwise the
+        arena stays as it is, and every row sees all that a canvas may. Returns [B, N, heads * D].
+        """
+        cache, count = self.layers[layer], q.shape[2]
+        if causal:
+            mask = self._causal_mask(cache, count)
+            return attention(q, *cache.extend(k, v), mask)
+        k, v = cache.with_own(k, v)
+        return attention(q, k, v, self._padding_mask(k.shape[2], count))
+
     def advance(self, count: int) -> None:
         """Count `count` more committed positions, after every layer has stored them."""
         self.length += count
+
+    def _causal_mask(self, cache: LayerCache, count: int) -> torch.Tensor:
+        """bool [1 or B, 1, count, keys]: at or before the query, inside the window, not padding."""
+        keys = torch.arange(self.length - cache.rows, self.length + count, device=self._device)
+        queries = self.positions(count)[:, None]
+        visible = keys <= queries
+        if cache.window is not None:
+            visible = visible & (queries - keys < cache.window)
+        visible = visible[None, None]
+        if self.padding is not None:
+            # A padding row sees itself, so that its (unread) output stays finite.
+            visible = visible & ((keys >= self.padding[:, None, None, None]) | (keys == queries))
+        return visible
+
+    def _padding_mask(self, keys: int, count: int) -> torch.Tensor | None:
+        """bool [B, 1, 1, keys] hiding left padding, or None when there is none. The last `count` keys are new."""
+        if self.padding is None:
+            return None
+        end = self.length + count
+        return (torch.arange(end - keys, end, device=self._device) >= self.padding[:, None])[:, None, None, :]
+
+
+class PackedArenas:
+    """Arenas of one sequence each behind one row of tokens, in which their pieces of `counts` tokens stand in order.
+
+    A pass over them works row by row on all pieces at once; in attention each piece has its own arena and length.
+    """
+
+    def __init__(self, arenas: Sequence[KVArena], counts: Sequence[int]):
+        self._arenas, self._counts = list(arenas), list(counts)
+
+    def positions(self, count: int) -> torch.Tensor:
+        """As of KVArena, for a row of `count` tokens in all."""
+        assert count == sum(self._counts), "the pieces are not the row"
+        return torch.cat([arena.positions(own) for arena, own in zip(self._arenas, self._counts, strict=True)])
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        """As of KVArena, each piece in its own; q, k, v [1, heads, N, D]."""
+        pieces = zip(self._arenas, *(rows.split(self._counts, dim=2) for rows in (q, k, v)), strict=True)
+        return torch.cat([arena.attend(layer, *piece, causal=causal) for arena, *piece in pieces], dim=1)
+
+    def advance(self, count: int) -> None:
+        """As of KVArena, after a row of `count` tokens in all."""
+        for arena, own in zip(self._arenas, self._counts, strict=True):
+            arena.advance(own)
+
+
+Arena = KVArena | PackedArenas
 
 
 def layer_rows(config: ModelConfig, capacity: int) -> list[int]:

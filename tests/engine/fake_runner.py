@@ -1,7 +1,5 @@
 """A runner without a network: it checks what the loop asks of it, reports a pass late, and answers by arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

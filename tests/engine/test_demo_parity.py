@@ -1,7 +1,5 @@
 """The bundled model gives the same tokens as transformers' generate (tier bitexact, fp32, CPU)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parity import Case, assert_same
@@ -11,12 +9,9 @@ from redraft.evaluate.demo import TASKS
 from redraft.store.open import find_checkpoint
 
 SETTINGS = {
-    "entropy_bound": 0.1,
-    "max_denoising_steps": 48,
-    "stability_threshold": 1,
-    "confidence_threshold": 0.005,
+    "entropy_bound": 0.1, "max_denoising_steps": 48, "stability_threshold": 1, "confidence_threshold": 0.005,
     "max_new_tokens": 128,
-}
+}  # fmt: skip
 
 # (tasks of the batch, changed settings); the end token comes early in most, in a later canvas in stories, and never
 # where NEVER is given or the canvas is cut short.

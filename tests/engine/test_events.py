@@ -1,7 +1,5 @@
 """Cutting and counting answers, and what a result says of itself."""
 
-from __future__ import annotations
-
 from redraft.engine.events import Result, count_tokens, cut
 
 

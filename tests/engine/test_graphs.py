@@ -3,8 +3,6 @@
 On a CPU the same launches run through Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
@@ -12,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_loop import finish
 
 import redraft
 from redraft.config import DecodeSettings
@@ -42,13 +41,21 @@ def _request(prompt: list[int], seed: int, **changes: object) -> Request:
     return Request(prompt, ENTROPY_BOUND, replace(SETTINGS, **changes), seed)
 
 
-def _run(loop: Loop, requests: list[Request]) -> list[list]:
+def _run(runner: GraphRunner, *requests: Request) -> list[list]:
+    """Events of each request, in a loop of their own."""
+    loop = Loop(runner, runner.model.config)
     numbers = [loop.add(request) for request in requests]
-    events: dict[int, list] = {number: [] for number in numbers}
-    while not loop.idle:
-        for number, event in loop.step():
-            events.setdefault(number, []).append(event)
+    events = finish(loop)
     return [events[number] for number in numbers]
+
+
+def _replayed(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """The rule of each pass that is replayed from now on (in name only), and the slots in its lanes."""
+    passes: list[tuple[str, list[int]]] = []
+    for (rule, width), graph in runner._passes.items():
+        table = runner.work.lanes[width].table
+        monkeypatch.setattr(graph, "replay", lambda n=rule.name, t=table: passes.append((n, t.tolist())))
+    return passes
 
 
 def test_widths_are_powers_of_two_and_all_slots():
@@ -60,8 +67,7 @@ def test_widths_are_powers_of_two_and_all_slots():
 def test_one_request_from_prompt_to_answer(runner: GraphRunner):
     """A prompt longer than a canvas, one canvas, two passes; the other slots stay empty."""
     runner.reset()
-    loop = Loop(runner, runner.model.config)
-    *drafts, committed, result = _run(loop, [_request(list(range(30, 50)), 3, max_new_tokens=5)])[0]
+    *drafts, committed, result = _run(runner, _request(list(range(30, 50)), 3, max_new_tokens=5))[0]
     assert [(d.canvas, d.step) for d in drafts] == [(0, 1), (0, 2)]
     assert all(d.accepted[d.accepted.index(True)] and d.mean_entropy > 0 for d in drafts)
     assert committed.tokens == result.token_ids == drafts[-1].tokens[:5]
@@ -71,17 +77,14 @@ def test_one_request_from_prompt_to_answer(runner: GraphRunner):
 
 def test_lanes_hold_the_slots_of_a_pass_and_finished_ones(model: FusedModel, monkeypatch: pytest.MonkeyPatch):
     runner = GraphRunner(model, 5, 40)
-    replayed: list[list[int]] = []
-    for (_, width), graph in runner._passes.items():
-        table = runner.work.lanes[width].table
-        monkeypatch.setattr(graph, "replay", lambda table=table: replayed.append(table.tolist()))
+    passes = _replayed(runner, monkeypatch)
     for slot in (3, 0, 4):
         runner.admit(slot, 10 + slot, ENTROPY_BOUND, SETTINGS, 0, keep=False, positions=8)
     for slots in ([3], [3, 0], [3, 0, 4], [4, 1, 2, 0, 3]):
         for slot in slots:
             runner._rules[slot], runner._owners[slot] = ENTROPY_BOUND, slot
         runner.run_pass(slots)
-    assert replayed == [[3], [3, 0], [3, 0, 4, 1], [4, 1, 2, 0, 3]]
+    assert [lanes for _, lanes in passes] == [[3], [3, 0], [3, 0, 4, 1], [4, 1, 2, 0, 3]]
 
 
 def test_slots_of_another_rule_are_never_in_a_spare_lane(model: FusedModel, monkeypatch: pytest.MonkeyPatch):
@@ -90,15 +93,12 @@ def test_slots_of_another_rule_are_never_in_a_spare_lane(model: FusedModel, monk
 
     other = Other()
     runner = GraphRunner(model, 4, 40, rules=(ENTROPY_BOUND, other))
-    replayed: list[tuple[str, list[int]]] = []
-    for (rule, width), graph in runner._passes.items():
-        table = runner.work.lanes[width].table
-        monkeypatch.setattr(graph, "replay", lambda n=rule.name, t=table: replayed.append((n, t.tolist())))
+    passes = _replayed(runner, monkeypatch)
     for slot, rule in enumerate((ENTROPY_BOUND, other, ENTROPY_BOUND, ENTROPY_BOUND)):
         runner.admit(slot, slot, rule, SETTINGS, 0, keep=False, positions=8)
     runner.run_pass([0, 2, 3])
     runner.run_pass([1])
-    assert replayed == [("entropy-bound", [0, 2]), ("entropy-bound", [3]), ("other", [1])]
+    assert passes == [("entropy-bound", [0, 2]), ("entropy-bound", [3]), ("other", [1])]
 
 
 @pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_a_slot_does_as_well_in_any_lane(runner: GraphRunner):
     alone = []
     for request in requests:
         runner.reset()
-        alone.append(_run(Loop(runner, runner.model.config), [request])[0][-1].token_ids)
+        alone.append(_run(runner, request)[0][-1].token_ids)
     runner.reset()
     loop = Loop(runner, runner.model.config)
     numbers, answers = {}, {}
@@ -139,22 +139,17 @@ def test_planned_memory_is_what_is_allocated(runner: GraphRunner):
     assert longer - shorter == 2 * 3 * 32 * 2 * 100 + lanes * config.num_heads * (128 * 2 + 8)
 
 
-def test_a_runner_is_freed_the_moment_nobody_holds_it(model: FusedModel):
+def test_a_runner_is_freed_the_moment_nobody_holds_it(model: FusedModel, no_collection):
     """No reference cycle: a garbage collection in the middle of a later capture would free its graphs there."""
-    gc.collect()
-    gc.disable()
-    try:
-        runner = GraphRunner(model, 2, 40)
-        _run(Loop(runner, model.config), [_request([5, 6], 1, max_new_tokens=5)])
-        dead = [weakref.ref(part) for part in (runner, runner.work, runner.arena, runner.state)]
-        del runner
-        assert [ref() for ref in dead] == [None] * 4
-        runner = GraphRunner(model, 1, 40)
-        work = weakref.ref(runner.work)
-        runner.close()
-        assert work() is None
-    finally:
-        gc.enable()
+    runner = GraphRunner(model, 2, 40)
+    _run(runner, _request([5, 6], 1, max_new_tokens=5))
+    dead = [weakref.ref(part) for part in (runner, runner.work, runner.arena, runner.state)]
+    del runner
+    assert [ref() for ref in dead] == [None] * 4
+    runner = GraphRunner(model, 1, 40)
+    work = weakref.ref(runner.work)
+    runner.close()
+    assert work() is None
 
 
 @pytest.mark.gpu
@@ -247,7 +242,7 @@ def test_streams_stepped_in_turn_on_one_engine():
 def test_events_of_a_batch(runner: GraphRunner):
     runner.reset()
     requests = [_request(prompt, seed) for prompt, seed in zip(PROMPTS, (1, 2), strict=True)]
-    rows = _run(Loop(runner, runner.model.config), requests)
+    rows = _run(runner, *requests)
     for events in rows:
         drafts, committed = [e for e in events if isinstance(e, Draft)], [e for e in events if isinstance(e, Committed)]
         result = events[-1]
@@ -267,5 +262,5 @@ def test_events_of_a_batch(runner: GraphRunner):
     for number in left:
         loop.cancel(number)
     runner.reset()
-    again = _run(Loop(runner, runner.model.config), requests)
+    again = _run(runner, *requests)
     assert [events[-1].token_ids for events in again] == [events[-1].token_ids for events in rows]

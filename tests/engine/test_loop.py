@@ -1,7 +1,5 @@
 """The loop over a runner without a network: joining, leaving, pieces, stale statuses, prefixes that are kept."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import CANVAS, FakeRunner
 
@@ -26,7 +24,7 @@ def _request(prompt: list[int], seed: int = 7, steps: int = 2, drafts: bool = Tr
     return Request(prompt, ENTROPY_BOUND, settings, seed, drafts)
 
 
-def _finish(loop: Loop) -> dict[int, list]:
+def finish(loop: Loop) -> dict[int, list]:
     events: dict[int, list] = {}
     for _ in range(200):
         for number, event in loop.step():
@@ -36,6 +34,12 @@ def _finish(loop: Loop) -> dict[int, list]:
     raise AssertionError("the loop does not come to an end")
 
 
+def _ask(loop: Loop, prompt: list[int], **options: int) -> Result:
+    """The answer to a request that is alone in the loop."""
+    number = loop.add(_request(prompt, **options))
+    return finish(loop)[number][-1]
+
+
 def _answer(seed: int, canvases: int = 2) -> list[int]:
     return [t for c in range(canvases - 1) for t in (seed, seed + c, c, 50)] + [1]
 
@@ -43,7 +47,7 @@ def _answer(seed: int, canvases: int = 2) -> list[int]:
 def test_one_request_from_prompt_to_answer():
     loop = _loop(2)
     number = loop.add(_request([5, 6, 7]))
-    *others, result = _finish(loop)[number]
+    *others, result = finish(loop)[number]
     drafts, committed = [e for e in others if isinstance(e, Draft)], [e for e in others if isinstance(e, Committed)]
     assert [(d.canvas, d.step) for d in drafts] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert [(c.canvas, c.steps, c.tokens, c.finish_reason) for c in committed] == [
@@ -55,7 +59,7 @@ def test_one_request_from_prompt_to_answer():
     assert loop.runner.committed[0] == [5, 6, 7, 7, 7, 0, 50], "the last canvas is not committed"
 
 
-def test_requests_join_and_leave_and_finish_in_any_order():
+def test_requests_join_and_leave_andfinish_in_any_order():
     loop = _loop(2)
     slow, fast = loop.add(_request([5], seed=3, steps=9)), loop.add(_request([6], seed=4, steps=2))
     late = loop.add(_request([8], seed=5, steps=1, drafts=False))
@@ -76,7 +80,7 @@ def test_a_stale_status_is_never_taken_for_the_next_owner():
     """A pass that was on its way when its slot changed hands reports the same slot, canvas 0 and step 1."""
     loop = _loop(1, canvases=1)
     first, second = loop.add(_request([5], seed=3, steps=1)), loop.add(_request([6], seed=4, steps=1))
-    events = _finish(loop)
+    events = finish(loop)
     assert [len(events[n]) for n in (first, second)] == [3, 3], "a draft, a canvas and a result each"
     assert len(loop.runner.passes) > 2, "passes were launched in vain, which is what the test is about"
 
@@ -94,7 +98,7 @@ def test_a_long_prompt_is_read_a_piece_a_step():
         "what is short does not wait for what is long"
     )
     assert len(loop.runner.passes) == before + 4, "neither what is short nor who is running waits for what is long"
-    events = _finish(loop)
+    events = finish(loop)
     assert all(isinstance(events[n][-1], Result) for n in (running, long, short))
 
 
@@ -102,42 +106,33 @@ def test_commits_and_short_prompts_share_a_read():
     loop = _loop(4)
     for seed in range(2, 6):
         loop.add(_request([5, seed], seed=seed))
-    _finish(loop)
+    finish(loop)
     assert loop.runner.reads == [{0: 2, 1: 2, 2: 2, 3: 2}, {0: 4, 1: 4, 2: 4, 3: 4}]
 
 
 @pytest.mark.parametrize("steps", range(1, 9))
-def test_a_request_is_cancelled_at_any_pass(steps: int):
+def test_a_request_is_cancelled_at_any_pass_and_in_line(steps: int):
     loop = _loop(2)
-    gone, stays = loop.add(_request([5], seed=3, steps=3)), loop.add(_request([6], seed=4, steps=3))
-    waiting = loop.add(_request([7], seed=5, steps=3))
+    gone, stays, waiting, never = (loop.add(_request([2 + seed], seed=seed, steps=3)) for seed in range(3, 7))
     for _ in range(steps - 1):
         loop.step()
-    loop.cancel(gone)
-    loop.cancel(99)
-    events = _finish(loop)
+    for number in (gone, never, 99):
+        loop.cancel(number)
+    events = finish(loop)
     assert gone not in events or steps > 8
     assert events[stays][-1].token_ids == _answer(4) and events[waiting][-1].token_ids == _answer(5)
+    assert never not in events
     assert loop.runner.requests == {}
-
-
-def test_a_waiting_request_is_cancelled():
-    loop = _loop(1)
-    loop.add(_request([5]))
-    waiting = loop.add(_request([6]))
-    loop.cancel(waiting)
-    assert waiting not in _finish(loop)
 
 
 def test_a_conversation_goes_on_in_its_slot():
     loop = _loop(2)
-    first = loop.add(_request([5, 6, 7]))
-    result = _finish(loop)[first][-1]
+    result = _ask(loop, [5, 6, 7])
     assert result.cached_tokens == 0
     turn = [5, 6, 7, *result.token_ids, 8, 9]
     other, second = loop.add(_request([5, 6])), loop.add(_request(turn, seed=9))
     loop.runner.reads.clear()
-    events = _finish(loop)
+    events = finish(loop)
     cached = 3 + CANVAS  # the last canvas was never committed
     assert events[second][-1].cached_tokens == cached and events[other][-1].cached_tokens == 0
     assert loop.runner.reads[0] == {1: 2, 0: len(turn) - cached}
@@ -147,42 +142,34 @@ def test_a_conversation_goes_on_in_its_slot():
 
 def test_the_same_prompt_again_reads_nothing():
     loop = _loop(1, canvases=1)
-    for expected in (0, 3):
-        number = loop.add(_request([5, 6, 7]))
-        assert _finish(loop)[number][-1].cached_tokens == expected
+    assert [_ask(loop, [5, 6, 7]).cached_tokens for _ in range(2)] == [0, 3]
     assert loop.runner.reads == [{0: 3}]
 
 
 def test_slots_given_up_longest_ago_go_first():
     loop = _loop(3, canvases=1)
     for prompt in ([5, 5], [6, 6], [7, 7]):
-        loop.add(_request(prompt))
-        _finish(loop)
+        _ask(loop, prompt)
     assert [c[0] for c in loop.runner.committed] == [5, 6, 7], "empty slots are taken first"
-    loop.add(_request([5, 5, 8]))
-    _finish(loop)
-    loop.add(_request([9, 9]))
-    _finish(loop)
+    for prompt in ([5, 5, 8], [9, 9]):
+        _ask(loop, prompt)
     assert [c[0] for c in loop.runner.committed] == [5, 9, 7]
 
 
 def test_a_cancelled_prompt_leaves_what_it_read():
     loop = _loop(1, canvases=1)
-    prompt = list(range(5, 25))
-    number = loop.add(_request(prompt))
+    number = loop.add(_request(list(range(5, 25))))
     loop.step()
     loop.cancel(number)
-    again = loop.add(_request(prompt))
-    assert _finish(loop)[again][-1].cached_tokens == 8
+    assert _ask(loop, list(range(5, 25))).cached_tokens == 8
 
 
 def test_what_never_fits_is_refused_with_the_numbers():
     loop = _loop(1, capacity=20)
     with pytest.raises(UsageError, match="prompt of 10 tokens and max_new_tokens 16 need 22 positions, a slot has 20"):
         loop.add(_request([5] * 10, room=16))
-    loop.add(_request([5] * 10, room=12))
-    loop.add(_request([5] * 20, room=CANVAS))
-    _finish(loop)
+    _ask(loop, [5] * 10, room=12)
+    _ask(loop, [5] * 20, room=CANVAS)
 
 
 def test_a_reset_forgets_everything():
@@ -190,6 +177,4 @@ def test_a_reset_forgets_everything():
     loop.add(_request([5, 6]))
     loop.step()
     loop.reset()
-    assert loop.idle
-    number = loop.add(_request([5, 6]))
-    assert _finish(loop)[number][-1].cached_tokens == 0
+    assert loop.idle and _ask(loop, [5, 6]).cached_tokens == 0

@@ -1,8 +1,7 @@
 """Tickets: streams side by side, threads, growth, cancelling and failing."""
 
-from __future__ import annotations
-
 import gc
+import re
 import threading
 
 import pytest
@@ -109,37 +108,32 @@ def test_a_ticket_that_nobody_holds_frees_its_slot():
     assert opened.desk.submit([_request([6], seed=4)])[0].result().token_ids == _answer(4)
 
 
-def test_a_step_that_fails_fails_every_request_and_the_next_begins_afresh():
-    opened = _Opened()
-    tickets = opened.desk.submit([_request([5], seed=3), _request([6], seed=4)])
-
-    def broken(slots):
-        raise RuntimeError("the device is gone")
-
-    opened.runners[-1].run_pass = broken
-    for ticket in tickets:
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            ticket.result()
-    assert opened.runners[-1].closed
-    assert opened.desk.submit([_request([5], seed=3)])[0].result().token_ids == _answer(3)
-
-
-def test_an_interrupt_ends_the_others_and_keeps_the_runner():
+@pytest.mark.parametrize(
+    ("error", "others", "message", "closed"),
+    [
+        (RuntimeError("the device is gone"), RuntimeError, "the device is gone", True),
+        (KeyboardInterrupt("^C"), RedraftError, "another request was interrupted", False),
+    ],
+)
+def test_a_step_that_breaks_off_ends_every_request(error, others, message, closed):
+    """What fails closes the runner and the next begins afresh; an interrupt leaves it as it is."""
     opened = _Opened()
     mine, other = opened.desk.submit([_request([5], seed=3), _request([6], seed=4)])
-    original = opened.runners[-1].run_pass
+    runner = opened.runners[-1]
+    original = runner.run_pass
 
-    def interrupted(slots):
-        opened.runners[-1].run_pass = original
-        raise KeyboardInterrupt
+    def broken(slots):
+        runner.run_pass = original
+        raise error
 
-    opened.runners[-1].run_pass = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    runner.run_pass = broken
+    with pytest.raises(type(error), match=re.escape(str(error))):
         mine.result()
-    with pytest.raises(RedraftError, match="another request was interrupted"):
+    with pytest.raises(others, match=message):
         other.result()
+    assert runner.closed == closed
     assert opened.desk.submit([_request([5], seed=3)])[0].result().token_ids == _answer(3)
-    assert len(opened.runners) == 1 and not opened.runners[0].closed
+    assert len(opened.runners) == 1 + closed and not opened.runners[-1].closed
 
 
 def test_what_never_fits_leaves_the_others_alone():
