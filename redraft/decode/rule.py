@@ -7,7 +7,7 @@ this folder and one line in RULES.
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -44,8 +44,14 @@ class Rule(Protocol):
         ...
 
 
-# Rules by name, as "module:attribute", imported when they are first asked for.
-RULES = {"entropy-bound": "redraft.decode.entropy_bound:ENTROPY_BOUND"}
+def _entropy_bound() -> Rule:
+    from redraft.decode.entropy_bound import ENTROPY_BOUND
+
+    return ENTROPY_BOUND
+
+
+# Rules by name, imported when they are first asked for.
+RULES: dict[str, Callable[[], Rule]] = {"entropy-bound": _entropy_bound}
 DEFAULT_RULE = "entropy-bound"
 
 
@@ -53,6 +59,4 @@ def find_rule(name: str) -> Rule:
     """The rule of that name. Raises UsageError with the names there are."""
     if name not in RULES:
         raise UsageError(f"rule is {name!r}, expected one of {', '.join(RULES)}")
-    module, attribute = RULES[name].split(":")
-    rule: Rule = getattr(import_module(module), attribute)
-    return rule
+    return RULES[name]()

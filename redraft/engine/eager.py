@@ -15,7 +15,7 @@ from redraft.decode.rule import Rule
 from redraft.decode.streams import CounterStream, Stream, TorchStream
 from redraft.engine.events import cut
 from redraft.engine.runner import PIECE, SlotStatus
-from redraft.kernels.mlp import ROW_MULTIPLE
+from redraft.kernels.products import ROW_MULTIPLE
 from redraft.kernels.state import Canvases, SlotState
 from redraft.network.arena import KVArena, PackedArenas
 from redraft.network.model import Model

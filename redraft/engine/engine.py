@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from redraft.config import TIERS, DecodeSettings, ModelConfig, Tier, WeightFormat, check_choice, check_seed
+from redraft.config import TIERS, DecodeSettings, ModelConfig, QuantSpec, Tier, WeightFormat, check_choice, check_seed
 from redraft.decode.rule import DEFAULT_RULE, find_rule
 from redraft.engine.eager import EagerRunner, LockstepRunner
 from redraft.engine.events import Event, Result
@@ -53,25 +53,16 @@ class Engine:
         self.weights: WeightFormat = "bf16" if checkpoint.spec is None else "w4"
         self.tokenizer = tokenizer
         self._text = Text(tokenizer, self.config.vocab_size)
-        # A slot of an eager runner takes memory when it is first used; one of fused passes when they are captured.
-        most = slots or (FUSED_SLOTS if self.fused else EAGER_SLOTS)
-        least = slots or (1 if self.fused else EAGER_SLOTS)
-        longest = context or self.config.max_position_embeddings
-        # Not a method of this engine, which would be in a cycle with its desk and outlive its last user.
-        planned = slots is not None or context is not None
-        open_loop = partial(_open_loop, self.model, self.fused, least=(least, context or 1), later=not planned)
-        self._desk = Desk(open_loop, most, longest, self._text, self.config.canvas_length)
-        if planned and tier == "turbo":
-            self._desk.open(least, longest if context else 1)
+        self._desk = open_desk(self.model, self.fused, self._text, slots, context)
+        if tier == "turbo" and (slots is not None or context is not None):
+            self._desk.open(slots or 1, context or 1)
 
     def _fuse(self, checkpoint: Checkpoint) -> FusedModel | None:
         """Fused passes need a GPU, BF16 and shapes that the kernels cover; else turbo runs on torch's operations."""
         embed = checkpoint.weights.embed
         if not embed.is_cuda or embed.dtype != torch.bfloat16:
             return None
-        missing = "Triton is not installed" if not HAS_TRITON else None
-        if not FusedModel.supports(checkpoint.config, checkpoint.spec):
-            missing = "the GPU kernels do not cover these shapes"
+        missing = missing_kernels(checkpoint.config, checkpoint.spec)
         if missing:
             self.notes = [*self.notes, f"{missing}: all tiers run on torch's operations"]
             return None
@@ -184,6 +175,26 @@ class Engine:
         fits.
         """
         return _open_loop(self.model, self.fused, slots, positions)
+
+
+def missing_kernels(config: ModelConfig, spec: QuantSpec | None) -> str | None:
+    """Why there are no fused passes of a network in BF16 on a GPU, or None."""
+    if not FusedModel.supports(config, spec):
+        return "the GPU kernels do not cover these shapes"
+    return None if HAS_TRITON else "Triton is not installed"
+
+
+def open_desk(
+    model: Model, fused: FusedModel | None, text: Text | None, slots: int | None = None, context: int | None = None
+) -> Desk:
+    """A desk for requests in tier turbo, on fused passes where there are any. slots, context: as in `Engine`."""
+    # A slot of an eager runner takes memory when it is first used; one of fused passes when they are captured.
+    most = slots or (FUSED_SLOTS if fused else EAGER_SLOTS)
+    least = slots or (1 if fused else EAGER_SLOTS)
+    # No method of an engine, which would be in a cycle with its desk and outlive its last user.
+    later = slots is None and context is None
+    open_loop = partial(_open_loop, model, fused, least=(least, context or 1), later=later)
+    return Desk(open_loop, most, context or model.config.max_position_embeddings, text, model.config.canvas_length)
 
 
 def _open_loop(

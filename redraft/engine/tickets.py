@@ -22,7 +22,7 @@ class Ticket:
     A ticket that nobody holds any more is cancelled.
     """
 
-    def __init__(self, desk: Desk, request: Request, speech: Speech):
+    def __init__(self, desk: Desk, request: Request, speech: Speech | None):
         self._desk, self._speech, self.request = desk, speech, request
         self._events: deque[Event] = deque()
         self._failure: BaseException | None = None
@@ -53,7 +53,8 @@ class Ticket:
         return self._result
 
     def _take(self, event: Event) -> None:
-        event = self._speech.add(event)
+        if self._speech is not None:
+            event = self._speech.add(event)
         self._events.append(event)
         if isinstance(event, Result):
             self._result, self._over = event, True
@@ -67,10 +68,12 @@ class Desk:
     """One loop and the tickets of its requests.
 
     The loop is opened for the first requests, and whenever it is idle and too small opened anew with more slots and
-    longer ones, up to `most_slots` of `most_positions`.
+    longer ones, up to `most_slots` of `most_positions`. Without `text` events have token ids only.
     """
 
-    def __init__(self, open_loop: OpenLoop, most_slots: int, most_positions: int, text: Text, canvas_length: int):
+    def __init__(
+        self, open_loop: OpenLoop, most_slots: int, most_positions: int, text: Text | None, canvas_length: int
+    ):
         self._open, self._most_slots, self._most_positions = open_loop, most_slots, most_positions
         self._text, self._canvas_length = text, canvas_length
         self._turn = threading.Condition()
@@ -88,7 +91,7 @@ class Desk:
         """Put requests in line. Raises UsageError or MemoryShortage when one can never run; then none does."""
         for request in requests:
             request.check_fits(self._most_positions, self._canvas_length)
-        tickets = [Ticket(self, request, Speech(self._text)) for request in requests]
+        tickets = [Ticket(self, request, Speech(self._text) if self._text else None) for request in requests]
         with self._alone():
             self._queue.extend(tickets)
             try:
@@ -119,6 +122,13 @@ class Desk:
                 with self._turn:
                     self._stepping = False
                     self._turn.notify_all()
+
+    def forget(self) -> None:
+        """Give up what slots hold of earlier requests, unless some are running."""
+        with self._alone():
+            self._drop_cancelled()
+            if self._loop is not None and not self._tickets:
+                self._loop.reset()
 
     def close(self) -> None:
         """Cancel everything and give the loop's memory back; the next request opens another."""

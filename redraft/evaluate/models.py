@@ -116,15 +116,12 @@ class Models:
 
 def _set_tier(model: Any, weights: WeightFormat | None, tier: Tier) -> None:
     from redraft.hf import accelerate
-    from redraft.hf.experts import layers
-    from redraft.hf.generation import install
+    from redraft.hf.tiers import install
 
     if weights == "w4":
         accelerate(model, tier)
-        return
-    for layer in (layer for pair in layers(model) for layer in pair):
-        layer.experts.repacked = None  # to fused layers: experts that no kernel covers, run as they are
-    install(model, tier)
+    else:
+        install(model, tier)
 
 
 def random_tensors(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -153,7 +150,8 @@ def _about(model: Any) -> dict[str, str]:
     if isinstance(experts, W4Experts):
         stock = "torch's operations, dequantising one expert at a time"
         path = stock if experts.repacked is None else "Redraft's GPU kernels"
-    return {"experts": path, "attention": f"transformers' {model.config._attn_implementation}"}
+    attention = f"transformers' {model.config._attn_implementation}"
+    return {"experts": path, "attention": "Redraft's, in its loop" if "generate" in vars(model) else attention}
 
 
 def needed_bytes(arms: Sequence[Arm], files: dict[str, CheckpointFiles], dtype: torch.dtype) -> int:
@@ -188,8 +186,8 @@ class TransformersEngine:
         encoded: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
         ids = torch.tensor([encoded["input_ids"]], device=self.model.device)
         torch.manual_seed(seed)
-        with _count_passes(self.model) as steps:
-            output = self.model.generate(input_ids=ids, pad_token_id=pad, **options)
+        with _count_passes(self.model) as (steps, streamer):
+            output = self.model.generate(input_ids=ids, pad_token_id=pad, streamer=streamer, **options)
         answer = output.sequences[0, ids.shape[1] :].tolist()
         tokens, finish_reason = cut(answer, chosen.eos_token_ids, chosen.max_new_tokens)
         return Result(
@@ -216,12 +214,36 @@ def generate_options(settings: DecodeSettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Passes:
+    """A streamer that counts the passes of each canvas."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._between = True  # the prompt is put before, and a canvas after its passes
+
+    def put(self, value: torch.Tensor) -> None:
+        self._between = True
+
+    def put_draft(self, value: torch.Tensor) -> None:
+        if self._between:
+            self.steps.append(0)
+        self._between = False
+        self.steps[-1] += 1
+
+    def end(self) -> None: ...
+
+
 @contextmanager
-def _count_passes(model: Any) -> Iterator[list[int]]:
+def _count_passes(model: Any) -> Iterator[tuple[list[int], _Passes | None]]:
     """Denoising passes of each canvas: the encoder runs once before a canvas, the decoder once in a pass.
 
-    Hooks and not a streamer, which would have every pass's canvas copied to the host and slow the model down.
+    Hooks and not a streamer, which would have every pass's canvas copied to the host and slow the model down. Redraft's
+    loop has canvases there anyway, and obeys no hooks.
     """
+    if "generate" in vars(model):
+        passes = _Passes()
+        yield passes.steps, passes
+        return
     steps: list[int] = []
 
     def denoise(*_: Any) -> None:
@@ -232,4 +254,4 @@ def _count_passes(model: Any) -> Iterator[list[int]]:
         inner.encoder.register_forward_pre_hook(lambda *_: steps.append(0)),
         inner.decoder.register_forward_pre_hook(denoise),
     ):
-        yield steps
+        yield steps, None

@@ -75,12 +75,15 @@ class W4Experts(nn.Module):
             return unpack_layer(self.repacked, self.config)
         return PackedExperts(*(getattr(self, name).detach() for name in PACKED_NAMES))
 
+    def weights(self) -> PackedExperts | RepackedExperts:
+        """The tensors as they lie here, in either layout."""
+        return self.packed() if self.repacked is None else self.repacked
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [T, H], expert ids and routing weights [T, k] -> [T, H]."""
-        experts = self.packed() if self.repacked is None else self.repacked
-        return run_experts(hidden_states, experts, top_k_weights, top_k_index)
+        return run_experts(hidden_states, self.weights(), top_k_weights, top_k_index)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4Experts:
         """Follow the network to another device, but not to another dtype: scales stay fp16."""

@@ -12,8 +12,8 @@ from redraft.config import TIERS, ModelConfig, QuantSpec, Tier, check_choice
 from redraft.errors import UsageError
 from redraft.hf.adapter import base_model, merge_adapter
 from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, set_ties
-from redraft.hf.generation import install
 from redraft.hf.quantizer import W4Config, W4Quantizer
+from redraft.hf.tiers import install
 from redraft.network.weights import nbytes
 from redraft.quant.rtn import quantize_experts
 
@@ -74,7 +74,7 @@ def accelerate(model: Any, tier: Tier = "turbo", spec: QuantSpec | None = None) 
     path = "GPU kernels" if kernels else "torch's operations, dequantising one expert at a time"
     groups = f"groups of {spec.group_gate_up} (gate and up) and {spec.group_down} (down)"
     replaced = {"experts": f"4 bits in {groups}, one copy for encoder and decoder, run by {path}", **replaced}
-    kept = {"attention, dense MLP, router, embedding": "transformers' own, in the model's dtype", **kept}
+    kept = {"attention, dense MLP, router, embedding": "transformers' own weights, in the model's dtype", **kept}
     packed = config.num_layers if found is None else 0
     return AccelerateReport(tier, spec, packed, before, _expert_bytes(model), replaced, kept)
 

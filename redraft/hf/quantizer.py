@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from redraft.config import QuantSpec
 from redraft.errors import UsageError
 from redraft.hf.experts import W4Experts, adopt_kernels, check_model, layers, set_ties
-from redraft.hf.generation import install
+from redraft.hf.tiers import install
 from redraft.quant.rtn import packed_experts
 from redraft.store import dg_w4a16
 from redraft.store.names import packed_name

@@ -15,8 +15,8 @@ from transformers.quantizers import auto
 
 from redraft.config import TIERS, Tier, check_choice
 from redraft.hf.experts import adopt_kernels
-from redraft.hf.generation import install
 from redraft.hf.quantizer import W4Config, W4Quantizer
+from redraft.hf.tiers import install
 from redraft.store.dg_w4a16 import FORMAT
 
 

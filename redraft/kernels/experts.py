@@ -28,8 +28,9 @@ from redraft.config import QuantSpec
 from redraft.kernels.experts_hopper import HopperBuffers, HopperProducts, hopper_products
 from redraft.kernels.experts_layout import READ_TILES, TILE_ROWS, product_tiles, repack_width
 from redraft.kernels.launch import INTERPRET, dot, rounded, tl, triton
-from redraft.kernels.mlp import ROW_MULTIPLE, gated
+from redraft.kernels.mlp import gated
 from redraft.kernels.packing import dequantize
+from redraft.kernels.products import ROW_MULTIPLE, linear
 from redraft.kernels.slots import Slots, assign_slots, counts_scratch, empty_slots
 from redraft.kernels.tables import LaunchSettings, run
 from redraft.kernels.weights import DenseExperts, PackedExperts, RepackedExperts
@@ -71,8 +72,8 @@ def _expert(x: torch.Tensor, experts: DenseExperts | PackedExperts, e: int, batc
     else:
         gate_up = dequantize(experts.gu_q[e], experts.gu_s[e], experts.gu_z[e], x.dtype)
         down = dequantize(experts.dn_q[e], experts.dn_s[e], experts.dn_z[e], x.dtype)
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(gated(gate, up, batch_invariant=batch_invariant), down)
+    gate, up = linear(x, gate_up, batch_invariant).chunk(2, dim=-1)
+    return linear(gated(gate, up, batch_invariant=batch_invariant), down, batch_invariant)
 
 
 READ = tl.constexpr(READ_TILES)

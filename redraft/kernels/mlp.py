@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from redraft.kernels import launch
 from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
+from redraft.kernels.products import linear
 from redraft.kernels.tables import LaunchSettings, current_gpu, run, settings_for
 
-# Batch invariance on a CPU: a row's bits do not depend on how many rows there are. Matrix libraries have other code for
-# a few rows than for many, and for what is left of a tile; a multiple of the rows below is in whole tiles. torch's GELU
-# has other code for what is left of each thread's share; up to so many elements are one thread's, in whole vectors.
-ROW_MULTIPLE, GELU_SHARE = 8, 16384
+# Batch invariance on a CPU: torch's GELU has other code for what is left of each thread's share; up to so many elements
+# are one thread's, in whole vectors.
+GELU_SHARE = 16384
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
@@ -36,7 +36,8 @@ def gated_mlp(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
 ) -> torch.Tensor:
     """x [..., H], gate and up [I, H], down [H, I] -> [..., H]."""
-    return F.linear(gated(F.linear(x, gate), F.linear(x, up), batch_invariant=batch_invariant), down)
+    inner = gated(linear(x, gate, batch_invariant), linear(x, up, batch_invariant), batch_invariant=batch_invariant)
+    return linear(inner, down, batch_invariant)
 
 
 @triton.jit

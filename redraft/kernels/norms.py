@@ -107,7 +107,7 @@ def load_weight(ptr, cols, H: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, stride_xm, heads, scale, eps,
+    x_ptr, weight_ptr, out_ptr, stride_xm, scale, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
@@ -115,8 +115,7 @@ def _rms_norm_kernel(
     if weight_ptr is not None:
         weight = load_weight(weight_ptr, cols, H)
     after_previous(EARLY)
-    start = row // heads * stride_xm + row % heads * H
-    x = tl.load(x_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < H, other=0.0).to(tl.float32)
     if scale is not None:
         x = rounded(x * scale, out_ptr.dtype.element_ty)
     y = _normalized(x, eps, H)
@@ -129,13 +128,12 @@ def rms_norm_into(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, scale: float | None = None,
     settings: RowSettings | None = None,
 ) -> None:  # fmt: skip
-    """out = rms_norm(x, weight, eps), or of x * scale, rounded; out has x's shape, is contiguous, and may be x.
-
-    x [R, H] with contiguous rows, or [R, heads, H], heads next to each other as in a slice of a QKV product.
+    """out = rms_norm(x, weight, eps), or of x * scale, rounded. x [R, H] with contiguous rows, out [R, H] contiguous,
+    another tensor or x.
     """
-    rows, heads, hidden = x.shape if x.ndim == 3 else (x.shape[0], 1, x.shape[1])
-    run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows * heads,)](
-        x, weight, out, x.stride(0), heads, scale, eps, H=hidden, **s.options(hidden), **early_launch()
+    rows, hidden = x.shape
+    run("norms.rms_norm", settings, ROW, lambda s: _rms_norm_kernel[(rows,)](
+        x, weight, out, x.stride(0), scale, eps, H=hidden, **s.options(hidden), **early_launch()
     ))  # fmt: skip
 
 

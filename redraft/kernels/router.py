@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from redraft.kernels.launch import after_previous, dot, early_launch, rounded, tl, triton
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.products import linear
 from redraft.kernels.tables import LaunchSettings, run, settings_for
 
 TILE_ROWS = 16
@@ -41,11 +42,12 @@ ROUTER = RouterSettings()
 
 
 def route(
-    x: torch.Tensor, proj: torch.Tensor, scale: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, proj: torch.Tensor, scale: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int, eps: float,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """x [T, H], proj [E, H], scale [H], per_expert_scale [E] -> weights fp32 [T, k], expert ids int64 [T, k]."""
     normed = rms_norm(x, None, eps) * scale * x.shape[-1] ** -0.5
-    probabilities = F.softmax(F.linear(normed, proj), dim=-1, dtype=torch.float32)
+    probabilities = F.softmax(linear(normed, proj, batch_invariant), dim=-1, dtype=torch.float32)
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * per_expert_scale[experts], experts

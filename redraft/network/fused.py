@@ -13,7 +13,7 @@ experts; and one launch that sums a token's experts, norms, adds to the residual
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class FusedModel:
     """The network of a checkpoint in BF16, ready for fused passes.
 
     Takes `weights` over, layer by layer and without a second copy of the network: experts change to the layout of the
-    kernels, and projections of one input become views of one tensor, so that `Model` goes on working on them.
+    kernels, and projections of one input become views of one tensor, so that whoever holds them goes on working.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, spec: QuantSpec | None):
@@ -222,14 +222,25 @@ class FusedModel:
 
 
 def _join(weights: LayerWeights | SelfConditioningWeights, names: list[str]) -> torch.Tensor:
-    """The named matrices stacked by rows; the fields become views of the stack."""
-    joined = torch.cat([getattr(weights, name) for name in names])
-    start = 0
-    for name in names:
-        rows = getattr(weights, name).shape[0]
-        setattr(weights, name, joined[start : start + rows])
-        start += rows
+    """The named matrices stacked by rows; they become views of the stack, for all that hold them."""
+    parts = [getattr(weights, name) for name in names]
+    if (joined := stacked(parts)) is None:
+        joined = torch.cat(parts)
+        for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            part.data = view
     return joined
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrices [N_i, K] as one [sum N_i, K] without a copy, or None where they do not follow each other."""
+    first = parts[0]
+    following, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for part in parts:
+        own = part.untyped_storage().data_ptr()
+        if part.data_ptr() != following or own != storage or not part.is_contiguous():
+            return None
+        following += part.nbytes
+    return first.detach().as_strided((sum(map(len, parts)), first.shape[1]), first.stride())
 
 
 class Buffers:

@@ -15,6 +15,7 @@ from redraft.config import LayerConfig, ModelConfig
 from redraft.kernels.experts import run_experts
 from redraft.kernels.mlp import gated_mlp
 from redraft.kernels.norms import rms_norm
+from redraft.kernels.products import linear
 from redraft.kernels.rope import Table, inverse_frequencies, rope_table, rotate
 from redraft.kernels.router import route
 from redraft.kernels.weights import SelfConditioningWeights
@@ -27,13 +28,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # s
 class Model:
     """The network over plain tensors. All methods run without gradients on the weights' device and dtype.
 
-    batch_invariant: on a CPU a row's bits do not depend on the other rows of a pass (kernels/mlp.py), which must have a
-    multiple of ROW_MULTIPLE rows.
+    batch_invariant: on a CPU a row's bits do not depend on the other rows of a pass (kernels/products.py), which must
+    have a multiple of ROW_MULTIPLE rows.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, *, batch_invariant: bool = False):
         self.config, self.weights, self.batch_invariant = config, weights, batch_invariant
         self.device, self.dtype = weights.embed.device, weights.embed.dtype
+        self._linear = partial(linear, batch_invariant=batch_invariant)
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype, device=self.device)
         self._inv_freq = {layer.kind: inverse_frequencies(layer).to(self.device) for layer in config.layers}
 
@@ -62,7 +64,7 @@ class Model:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """cap * tanh(hidden @ embed^T / cap), fp32 [..., V]."""
         cap = self.config.final_logit_softcap
-        return torch.tanh(F.linear(hidden, self.weights.embed).float() / cap) * cap
+        return torch.tanh(self._linear(hidden, self.weights.embed).float() / cap) * cap
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.weights.embed) * self.embed_scale
@@ -72,7 +74,7 @@ class Model:
         weights = self.weights.self_conditioning
         if logits is not None:  # a gated MLP of zeros is zero
             probs = logits.softmax(dim=-1, dtype=torch.float32).to(self.dtype)
-            soft = torch.matmul(probs, self.weights.embed) * self.embed_scale
+            soft = self._linear(probs, self.weights.embed.T) * self.embed_scale
             signal = self._mlp(self._norm(soft, weights.pre_norm), weights)
             first = signal.shape[1]
             x = torch.cat((x[:, :first] + signal, x[:, first:]), dim=1)
@@ -107,19 +109,20 @@ class Model:
     def _attention(
         self, x: torch.Tensor, layer: LayerConfig, weights: LayerWeights, table: Table, attend: Attend
     ) -> torch.Tensor:
-        q = F.linear(x, weights.q_proj).unflatten(-1, (-1, layer.head_dim))
-        k = F.linear(x, weights.k_proj).unflatten(-1, (-1, layer.head_dim))
-        v = k if weights.v_proj is None else F.linear(x, weights.v_proj).unflatten(-1, (-1, layer.head_dim))
+        q = self._linear(x, weights.q_proj).unflatten(-1, (-1, layer.head_dim))
+        k = self._linear(x, weights.k_proj).unflatten(-1, (-1, layer.head_dim))
+        v = k if weights.v_proj is None else self._linear(x, weights.v_proj).unflatten(-1, (-1, layer.head_dim))
         q = rotate(self._norm(q, weights.q_norm), table).transpose(1, 2)
         k = rotate(self._norm(k, weights.k_norm), table).transpose(1, 2)
         v = self._norm(v, None).transpose(1, 2)
-        return F.linear(attend(q, k, v), weights.o_proj)
+        return self._linear(attend(q, k, v), weights.o_proj)
 
     def _feed_forward(self, x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
         """Dense MLP and routed experts, side by side on differently normed copies of one residual."""
         dense = self._mlp(self._norm(x, w.pre_feedforward_layernorm), w)
         flat, top_k, eps = x.flatten(0, -2), self.config.top_k_experts, self.config.rms_norm_eps
-        routing, index = route(flat, w.router_proj, w.router_scale, w.per_expert_scale, top_k, eps)
+        router = (w.router_proj, w.router_scale, w.per_expert_scale)
+        routing, index = route(flat, *router, top_k, eps, self.batch_invariant)
         expert_in = self._norm(flat, w.pre_feedforward_layernorm_2)
         routed = run_experts(expert_in, w.experts, routing, index, self.batch_invariant).view_as(x)
         return self._norm(dense, w.post_feedforward_layernorm_1) + self._norm(routed, w.post_feedforward_layernorm_2)
