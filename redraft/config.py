@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -17,6 +18,7 @@ LayerKind = Literal["sliding", "full"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SEED_LIMIT = 2**63
+COUNT_LIMIT = 2**31  # counts are 32-bit integers on a device
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class ModelConfig:
 
 def _whole(fields: Mapping[str, Any], key: str) -> int:
     value = fields[key]
-    if not _is_whole(value):
+    if not is_whole(value):
         raise ValueError(f"text_config.{key} is {value!r}, expected a whole number")
     return value
 
@@ -169,7 +171,7 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         for name, group in (("group_gate_up", self.group_gate_up), ("group_down", self.group_down)):
-            if not _is_whole(group) or group < 2 or group % 2:
+            if not is_whole(group) or group < 2 or group % 2:
                 raise UsageError(f"{name} is {group!r}, expected an even number of at least 2")
 
     def check(self, config: ModelConfig) -> None:
@@ -196,11 +198,11 @@ class DecodeSettings:
     eos_token_ids: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_denoising_steps"):
-            require_int(name, getattr(self, name), 1)
-        require_int("stability_threshold", self.stability_threshold, 0)
+        for name, least in (("max_new_tokens", 1), ("max_denoising_steps", 1), ("stability_threshold", 0)):
+            object.__setattr__(self, name, require_int(name, getattr(self, name), least))
         for name in ("entropy_bound", "confidence_threshold", "t_max", "t_min"):
-            _require_positive(name, getattr(self, name))
+            object.__setattr__(self, name, _require_positive(name, getattr(self, name)))
+        object.__setattr__(self, "eos_token_ids", _token_ids("eos_token_ids", self.eos_token_ids))
         if self.t_max < self.t_min:
             raise UsageError(f"t_max {self.t_max} is below t_min {self.t_min}")
 
@@ -224,39 +226,55 @@ class DecodeSettings:
         )  # fmt: skip
         changes: dict[str, Any] = {name: raw.get(name) for name in names}
         changes["entropy_bound"] = (raw.get("sampler_config") or {}).get("entropy_bound")
-        changes["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        changes["eos_token_ids"] = () if eos is None else eos
         try:
             return cls().replace(**changes)
         except (UsageError, TypeError) as e:
             raise CheckpointError(f"{where}: {e}") from None
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of any integer type, numpy's too; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def require_int(name: str, value: Any, least: int) -> None:
-    """Raise UsageError unless `value` is a whole number of at least `least`."""
-    if not _is_whole(value) or value < least:
+def require_int(name: str, value: Any, least: int) -> int:
+    """The value, if it is a whole number from `least` to 2^31 - 1; UsageError otherwise."""
+    if not is_whole(value) or value < least:
         raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}")
+    if value >= COUNT_LIMIT:
+        raise UsageError(f"{name} is {value}, expected at most {COUNT_LIMIT - 1}")
+    return int(value)
 
 
-def _require_positive(name: str, value: Any) -> None:
-    number = _is_whole(value) or isinstance(value, float)
-    if not number or not math.isfinite(value) or value <= 0:
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One token id or several as a tuple; UsageError naming the setting otherwise."""
+    ids = (value,) if is_whole(value) else value
+    if not isinstance(ids, list | tuple):
+        raise UsageError(f"{name} is {value!r}, expected token ids")
+    return tuple(require_int(name, token, 0) for token in ids)
+
+
+def _require_positive(name: str, value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
         raise UsageError(f"{name} is {value!r}, expected a number above 0")
+    return number
 
 
 def check_seed(seed: Any) -> int:
     """The seed as given, if it is a whole number from 0 to 2^63 - 1; UsageError otherwise."""
-    if not _is_whole(seed) or not 0 <= seed < SEED_LIMIT:
+    if not is_whole(seed) or not 0 <= seed < SEED_LIMIT:
         raise UsageError(f"seed is {seed!r}, expected a whole number from 0 to 2^63 - 1")
-    return seed
+    return int(seed)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise UsageError unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 

@@ -57,6 +57,6 @@ DEFAULT_RULE = "entropy-bound"
 
 def find_rule(name: str) -> Rule:
     """The rule of that name. Raises UsageError with the names there are."""
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise UsageError(f"rule is {name!r}, expected one of {', '.join(RULES)}")
     return RULES[name]()

@@ -112,6 +112,8 @@ class Engine:
         Tier turbo gives prompt i the seed `seed + i` (or seed[i]) and a text that does not depend on the others. Tiers
         off and bitexact pad the batch on the left and draw all of it from one torch generator, as transformers does.
         """
+        if not isinstance(prompts, list | tuple):
+            raise UsageError(f"expected a list of prompts, found {type(prompts).__name__}")
         if not prompts:
             raise UsageError("no prompts were given")
         return [ticket.result() for ticket in self._submit(prompts, seed, tier, rule, settings, drafts=False)]
@@ -120,11 +122,7 @@ class Engine:
         self, prompt: Prompt, *, seed: int = 0, tier: Tier | None = None, rule: str = DEFAULT_RULE, **settings: Any
     ) -> Iterator[Event]:
         """Answer one prompt, yielding a Draft per pass, a Committed per canvas, and last the Result."""
-        ticket = self._submit([prompt], seed, tier, rule, settings, drafts=True)[0]
-        try:
-            yield from ticket
-        finally:
-            ticket.cancel()
+        return _until_left(self._submit([prompt], seed, tier, rule, settings, drafts=True)[0])
 
     def close(self) -> None:
         """End what is running and give back all memory but the weights'; a later request takes it anew."""
@@ -134,7 +132,7 @@ class Engine:
         self, prompts: Sequence[Prompt], seed: int | Sequence[int], tier: Tier | None, rule: str,
         changes: dict[str, Any], drafts: bool,
     ) -> list[Ticket]:  # fmt: skip
-        tier = tier or self.tier
+        tier = self.tier if tier is None else tier
         check_choice("tier", tier, TIERS)
         settings = self.settings.replace(**changes)
         seeds = self._seeds(seed, len(prompts), tier)
@@ -162,7 +160,9 @@ class Engine:
         return Desk(open_loop, len(seeds), longest, self._text, self.config.canvas_length)
 
     def _seeds(self, seed: int | Sequence[int], count: int, tier: Tier) -> list[int]:
-        if isinstance(seed, int):
+        seed = seed.tolist() if hasattr(seed, "tolist") else seed  # numpy's integers and arrays
+        if not isinstance(seed, list | tuple):
+            seed = check_seed(seed)
             return [check_seed(seed + i if tier == "turbo" else seed) for i in range(count)]
         if len(seed) != count:
             raise UsageError(f"{len(seed)} seeds were given for {count} prompts")
@@ -175,6 +175,14 @@ class Engine:
         fits.
         """
         return _open_loop(self.model, self.fused, slots, positions)
+
+
+def _until_left(ticket: Ticket) -> Iterator[Event]:
+    """The events of a request, which is cancelled when its reader leaves."""
+    try:
+        yield from ticket
+    finally:
+        ticket.cancel()
 
 
 def missing_kernels(config: ModelConfig, spec: QuantSpec | None) -> str | None:

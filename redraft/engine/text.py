@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from redraft.config import is_whole
 from redraft.engine.events import Committed, Event, Result
 from redraft.errors import UsageError
 
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+ROLES = ("system", "developer", "user", "assistant", "model", "tool")
+PRIVATE, PRIVATE_END = 0xF0000, 0xFFFFE  # Unicode's supplementary private use area
 
 
 class Text:
@@ -28,33 +33,74 @@ class Text:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, and what is refused: see Engine.encode_prompt."""
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError("the prompt is empty")
             prompt = [{"role": "user", "content": prompt}]
+        if hasattr(prompt, "tolist"):  # numpy's and torch's arrays
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple):
+            raise UsageError(f"a prompt is text, a list of messages or token ids, found {type(prompt).__name__}")
         if not prompt:
             raise UsageError("the prompt is empty")
-        if isinstance(prompt[0], dict):
-            return self._apply_template([dict(m) for m in prompt])  # type: ignore[arg-type]
-        return self._check_ids(prompt)  # type: ignore[arg-type]
+        if any(isinstance(part, Mapping) for part in prompt):
+            return self._apply_template([_message(number, part) for number, part in enumerate(prompt)])
+        return self._check_ids(prompt)
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
-        for message in messages:
-            if set(message) < {"role", "content"} or not isinstance(message.get("content"), str):
-                raise UsageError(f"a message needs the text fields role and content, found {sorted(message)}")
         if not any(m["content"].strip() for m in messages):
             raise UsageError("the prompt is empty")
+        if messages[-1]["role"] in ("assistant", "model"):
+            raise UsageError("the last message is an answer already; end with what the model is to answer")
         if self.tokenizer.chat_template is None:
             raise UsageError("this checkpoint has no chat template; pass token ids instead of text")
-        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return self._check_ids(encoded["input_ids"])
+        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        marks = _unused(messages, len(controls))
+        for message in messages:
+            for control, mark in zip(controls, marks, strict=True):
+                message["content"] = message["content"].replace(control, mark)
+        try:
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as e:  # a template is a program of the checkpoint, and may raise anything
+            raise UsageError(f"the chat template does not take these messages: {str(e) or type(e).__name__}") from None
+        typed = dict(zip(marks, controls, strict=True))
+        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text) if marks else [text]
+        ids: list[int] = []
+        for piece in pieces:
+            # Cut after its first character, what a user typed is no control token.
+            for part in (typed[piece][:1], typed[piece][1:]) if piece in typed else (piece,):
+                ids += self.tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
+        return self._check_ids(ids)
 
-    def _check_ids(self, ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, ids: Sequence[Any]) -> list[int]:
         for position, token in enumerate(ids):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+            if not is_whole(token) or not 0 <= token < self.vocab_size:
                 raise UsageError(
                     f"token id {token!r} at position {position} is outside the vocabulary (0 to {self.vocab_size - 1})"
                 )
-        return list(ids)
+        return [int(token) for token in ids]
+
+
+def _message(number: int, message: Any) -> dict[str, str]:
+    """A copy of a message with a known role and a text. Raises UsageError naming the message and the field."""
+    if not isinstance(message, Mapping):
+        raise UsageError(f"message {number}: expected an object with role and content, found {type(message).__name__}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise UsageError(f"message {number}: role is {role!r}, expected one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise UsageError(f"message {number}: content is {type(content).__name__}, expected text")
+    try:
+        content.encode()
+    except UnicodeEncodeError as e:
+        raise UsageError(f"message {number}: content has half a character at position {e.start}") from None
+    return {"role": role, "content": content}
+
+
+def _unused(messages: list[dict[str, str]], count: int) -> list[str]:
+    """`count` consecutive characters for private use that no message has."""
+    taken = sorted({ord(c) for m in messages for c in m["content"] if ord(c) >= PRIVATE} | {PRIVATE - 1, PRIVATE_END})
+    for before, after in pairwise(taken):
+        if after - before > count:
+            return [chr(before + 1 + i) for i in range(count)]
+    raise UsageError("the prompt uses too many characters for private use")
 
 
 class Speech:

@@ -153,7 +153,7 @@ def test_text_and_messages_go_through_the_template(engine):
         (" \n", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([{"role": "user", "content": ""}], {}, "the prompt is empty"),
-        ([{"role": "user"}], {}, "role and content"),
+        ([{"role": "user"}], {}, "content is NoneType"),
         ([5, VOCAB], {}, f"token id {VOCAB} at position 1"),
         ([-1], {}, "token id -1 at position 0"),
         ([2.5], {}, "token id 2.5"),
