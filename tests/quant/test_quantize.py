@@ -449,3 +449,11 @@ class TestSource:
         with pytest.raises(CheckpointError, match=r"source/model\.safetensors: tensor model\.\S+ cannot be read"):
             pack(source, progress=cut)
         assert not target.exists()
+
+
+@pytest.mark.parametrize("target", ["", "."])
+def test_the_current_directory_is_no_target(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="current directory"):
+        quantize(Path(module.__file__).parents[1] / "demo" / "checkpoint", target)
+    assert not any(tmp_path.iterdir())
