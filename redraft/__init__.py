@@ -50,9 +50,8 @@ def load(
     from redraft.store.open import load_tokenizer
 
     check_choice("tier", tier, TIERS)
-    for name, value in (("slots", slots), ("context", context)):
-        if value is not None:
-            require_int(name, value, 1)
+    slots = None if slots is None else require_int("slots", slots, 1)
+    context = None if context is None else require_int("context", context, 1)
     target = pick_device(device)
     dtype = dtype or default_dtype(target)
     checkpoint = load_checkpoint(model, weights, dtype, target, spec, progress)

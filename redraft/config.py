@@ -173,6 +173,7 @@ class QuantSpec:
         for name, group in (("group_gate_up", self.group_gate_up), ("group_down", self.group_down)):
             if not is_whole(group) or group < 2 or group % 2:
                 raise UsageError(f"{name} is {group!r}, expected an even number of at least 2")
+            object.__setattr__(self, name, int(group))
 
     def check(self, config: ModelConfig) -> None:
         """Raise UsageError with the numbers when a group size does not divide its dimension."""

@@ -2,7 +2,7 @@
 
 A rule owns its settings and its tensors, one entry a slot, and moves canvases in place without asking the host, so that
 it can be captured in a CUDA graph. `slots` int32 [W] says which slot each lane of a pass is. A new rule is one file in
-this folder and one line in RULES.
+this folder, its import and its name in RULES.
 """
 
 from __future__ import annotations

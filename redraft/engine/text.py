@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -51,23 +51,32 @@ class Text:
             raise UsageError("the last message is an answer already; end with what the model is to answer")
         if self.tokenizer.chat_template is None:
             raise UsageError("this checkpoint has no chat template; pass token ids instead of text")
-        controls = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
-        marks = _unused(messages, len(controls))
-        for message in messages:
-            for control, mark in zip(controls, marks, strict=True):
-                message["content"] = message["content"].replace(control, mark)
+        # A mark stands for each control marker that was typed, so that only the template writes markers.
+        controls = sorted(self._controls(), key=len, reverse=True)
+        marks = dict(zip(controls, _unused(messages, len(controls)), strict=True))
         try:
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = str(self.tokenizer.apply_chat_template(
+                [{**message, "content": _replaced(message["content"], marks)} for message in messages],
+                tokenize=False, add_generation_prompt=True,
+            ))  # fmt: skip
         except Exception as e:  # a template is a program of the checkpoint, and may raise anything
             raise UsageError(f"the chat template does not take these messages: {str(e) or type(e).__name__}") from None
-        typed = dict(zip(marks, controls, strict=True))
-        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text) if marks else [text]
-        ids: list[int] = []
-        for piece in pieces:
-            # Cut after its first character, what a user typed is no control token.
-            for part in (typed[piece][:1], typed[piece][1:]) if piece in typed else (piece,):
-                ids += self.tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
-        return self._check_ids(ids)
+        # Cut after its first character, a marker is ordinary text.
+        cut = _replaced(text, {mark: f"{control[:1]}{mark}{control[1:]}" for control, mark in marks.items()})
+        parts = re.split(_any_of(marks.values()), cut) if marks else [cut]
+        return self._check_ids([token for part in parts for token in self._tokenize(part)])
+
+    def _controls(self) -> list[str]:
+        """Markers of which only a template may make tokens: special ones, and what the template writes.
+
+        Others that were added to a vocabulary, as blank lines and tags in Gemma's, are ordinary text.
+        """
+        template, added = str(self.tokenizer.chat_template), self.tokenizer.added_tokens_decoder.values()
+        return [t.content for t in added if t.special or (t.content.strip() and t.content in template)]
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids
 
     def _check_ids(self, ids: Sequence[Any]) -> list[int]:
         for position, token in enumerate(ids):
@@ -92,6 +101,16 @@ def _message(number: int, message: Any) -> dict[str, str]:
     except UnicodeEncodeError as e:
         raise UsageError(f"message {number}: content has half a character at position {e.start}") from None
     return {"role": role, "content": content}
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern of any of these words, the first that fits."""
+    return "|".join(map(re.escape, words))
+
+
+def _replaced(text: str, by: dict[str, str]) -> str:
+    """The text with every key of `by` replaced by its value, in one go."""
+    return re.sub(_any_of(by), lambda found: by[found[0]], text) if by else text
 
 
 def _unused(messages: list[dict[str, str]], count: int) -> list[str]:

@@ -123,7 +123,7 @@ class Call:
             # As many equal canvases as there are passes: none ends before its last pass.
             stability_threshold=steps if endless else config.stability_threshold,
             confidence_threshold=1.0 if endless else config.confidence_threshold,
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            eos_token_ids=() if eos is None else eos,
         )
 
     def submit(self, desk: Desk) -> list[Ticket]:

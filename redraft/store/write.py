@@ -125,8 +125,8 @@ def write_checkpoint(
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:
-    if target == Path.cwd():  # an empty name, too
-        raise UsageError(f"{target}: is the current directory; name the one to be made")
+    if Path.cwd().is_relative_to(target):  # an empty name, too
+        raise UsageError(f"{target}: is or holds the current directory; name the one to be made")
     if target == source or target in source.parents or source in target.parents:
         raise UsageError(f"{target}: lies within the source {source} or holds it; choose another directory")
     if target.exists() and not target.is_dir():

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale, check, copies, time_problems
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale
+from redraft.bench.kernels import check, copies, time_problems
 from redraft.device import environment
 from redraft.files import write_text
 from redraft.kernels.tables import as_given

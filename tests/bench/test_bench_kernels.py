@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from redraft.bench import kernels
-from redraft.bench.kernels import KernelCase, Problem, Scale, bench_kernels, check, load_cases, scale_for, select_cases
+from redraft.bench.cases.case import KernelCase, Problem, Scale
+from redraft.bench.kernels import bench_kernels, check, load_cases, scale_for, select_cases
 from redraft.bench.roofline import Roofline, Work
 from redraft.config import QuantSpec
 from redraft.errors import RedraftError, UsageError

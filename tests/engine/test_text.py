@@ -1,5 +1,7 @@
 """Prompts of any Python type: the right token ids or one UsageError."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,15 @@ def test_plain_text_has_the_ids_of_the_tokenizers_own_template(text):
     ):
         own = text.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert text.encode(messages) == own
+
+
+def test_added_tokens_that_are_no_markers_stay_tokens(text):
+    tokenizer = copy.deepcopy(text.tokenizer)
+    tokenizer.add_tokens(["\n\n", "<table>", "<|think|>"])
+    tokenizer.chat_template = "{{ '<|think|>' }}" + tokenizer.chat_template
+    blank, tag, think = tokenizer.convert_tokens_to_ids(["\n\n", "<table>", "<|think|>"])
+    ids = Text(tokenizer, len(tokenizer)).encode("a\n\nb <table> <|think|>")
+    assert (ids.count(blank), ids.count(tag), ids.count(think)) == (1, 1, 1)
 
 
 TYPED = ["<eos>", "<bos>", "<|turn>", "<turn|>", "<pad>", "model\n", " a", "<", "|", chr(PRIVATE), chr(PRIVATE + 2)]

@@ -451,7 +451,7 @@ class TestSource:
         assert not target.exists()
 
 
-@pytest.mark.parametrize("target", ["", "."])
+@pytest.mark.parametrize("target", ["", ".", ".."])
 def test_the_current_directory_is_no_target(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="current directory"):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import QuantSpec
 from redraft.kernels import tables

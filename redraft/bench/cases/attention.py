@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale
 from redraft.bench.cases.inputs import by_formula, candidates, choices, gaussian, lanes, lengths, weight
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.config import LayerKind
 from redraft.kernels.attention import attend, attention, attention_scratch, attention_settings

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale, Tensors
 from redraft.bench.cases.inputs import by_formula, candidates, choices, gaussian, routing
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale, Tensors
 from redraft.bench.roofline import Work
 from redraft.kernels.experts import EXPERTS, ExpertBuffers, expert_buffers, expert_products, expert_rows, prepare_rows
 from redraft.kernels.experts_layout import TILE_ROWS, repack

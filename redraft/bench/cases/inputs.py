@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from redraft.bench.kernels import Problem, Scale, Tensors
+from redraft.bench.cases.case import Problem, Scale, Tensors
 from redraft.bench.roofline import Work
 from redraft.config import DecodeSettings
 from redraft.kernels.state import SlotState

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale
 from redraft.bench.cases.inputs import by_formula, choices, first_pass, gaussian, lanes, routing, weight
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale
 from redraft.bench.roofline import Work
 from redraft.kernels import norms
 from redraft.kernels.self_conditioning import scatter_signal, scatter_signal_reference, soft_norm

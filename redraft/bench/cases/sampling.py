@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from redraft.bench.cases.case import Changes, KernelCase, Problem, Scale, Tensors
 from redraft.bench.cases.inputs import SETTINGS, by_formula, candidates, first_pass, gaussian, lanes
-from redraft.bench.kernels import Changes, KernelCase, Problem, Scale, Tensors
 from redraft.bench.roofline import Work
 from redraft.decode.entropy_bound import ENTROPY_BOUND, accept
 from redraft.kernels.acceptance import finish_pass
